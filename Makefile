@@ -1,0 +1,40 @@
+# The two commands of a newcomer are `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help demo test check format bench clean
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "making the virtual environment in $(VENV) (PyTorch is large: this takes a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## make the virtual environment
+
+demo: $(STAMP)  ## train the digits alone and on 2 workers, and compare
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## run the whole test suite
+	$(BIN)/pytest
+
+check: $(STAMP)  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## bring the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## measure exchanges and speed-ups: tables, and JSON in benchmarks/results
+	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/speedup.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,35 @@
+"""maniple: many workers, one model. Asynchronous and elastic data-parallel training behind two lines.
+
+The layers; a row imports only rows below it, and names split by `|` do not import each other:
+
+    cli                            the command
+    launch                         starts workers and looks after them
+    host | worker                  the owner of a run; a process that trains
+    sampler                        which samples a worker takes
+    center                         the shared parameters
+    rules | pace | adapters        what an exchange does, when it is due, models as flat arrays
+    record | layout | place        the run folder, places in the flat vector, who am I
+    contracts                      what the parts must offer to each other
+    errors
+"""
+
+from maniple.errors import ManipleError
+from maniple.pace import Every, RateLimit
+from maniple.rules import ASGD, EASGD, Downpour, Rule
+from maniple.worker import Replica, StopAfter, Worker, join
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ASGD",
+    "EASGD",
+    "Downpour",
+    "Every",
+    "ManipleError",
+    "RateLimit",
+    "Replica",
+    "Rule",
+    "StopAfter",
+    "Worker",
+    "join",
+]

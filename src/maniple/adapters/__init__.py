@@ -1,0 +1,45 @@
+"""The adapters: a framework's model seen as named flat arrays (`contracts.Model`)."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from maniple.adapters.arrays import Arrays
+from maniple.contracts import Model
+from maniple.errors import InvalidArgument
+
+
+class Adapter(Model, Protocol):
+    """A model that also tells when its optimizer has made a step."""
+
+    def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` after each step of the optimizer; gives back what undoes it."""
+        ...
+
+
+def adapt(model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True) -> Adapter:
+    """See `model` as named flat arrays.
+
+    Args:
+        model: a dict of NumPy arrays, changed in place, or a torch module.
+        optimizer: the torch optimizer that trains it, if any.
+        state: names of optimizer state to share too, such as "momentum_buffer" or "exp_avg".
+        buffers: share floating-point buffers too, such as batch-norm statistics.
+    """
+    if isinstance(model, Mapping):
+        if optimizer is not None or state:
+            raise InvalidArgument(
+                "a dict of arrays has no optimizer to hook, but one was given. "
+                "Leave `optimizer` and `state` out, and call replica.step() after each update."
+            )
+        return Arrays(cast(Mapping[str, Any], model))
+    # A torch module can only exist where torch was imported already: nothing is imported here for others.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from maniple.adapters.torch import Module
+
+        return Module(model, optimizer, state=state, buffers=buffers)
+    raise InvalidArgument(
+        f"a model of type {type(model).__module__}.{type(model).__qualname__} cannot be shared. "
+        "Pass a torch.nn.Module, or a dict from names to NumPy arrays."
+    )

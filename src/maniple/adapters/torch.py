@@ -1,0 +1,145 @@
+"""A torch module as a model: parameters, floating-point buffers and, on request, optimizer state.
+
+On the CPU a contiguous float32 or float64 parameter is exchanged in its own memory. Everything else goes
+through a staging copy: half precision (the center is float32), channels-last and other strides, and CUDA,
+where one pinned host buffer takes the whole model in asynchronous copies.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maniple.contracts import Array, Entry
+from maniple.errors import InvalidArgument
+from maniple.layout import Layout, flat_dtype
+
+
+class Module:
+    """A torch module; tied parameters are counted once."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True
+    ) -> None:
+        self._optimizer = _checked(optimizer)
+        if state and optimizer is None:
+            raise InvalidArgument(f"state={tuple(state)!r} was asked for without an optimizer. Pass the optimizer too.")
+        self._tensors: list[Callable[[], Tensor | None]] = []
+        self.entries: list[Entry] = []
+        parameters = dict(module.named_parameters())
+        for name, parameter in parameters.items():
+            self._append(name, parameter, parameter)
+        if buffers:
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point():
+                    # Modules may rebind a buffer (`self.mean = ...`): look it up by name each time.
+                    self._append(name, buffer, _lookup(module, name))
+        if optimizer is not None:
+            ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for key in state:
+                for name, parameter in parameters.items():
+                    if id(parameter) in ours:
+                        self._append(f"{key}.{name}", parameter, self._state(parameter, key))
+        self._staged: dict[int, Tensor] = {}
+        self._late: dict[int, Tensor] = {}  # optimizer state that came from the center before it exists here
+        self._pinned: list[Tensor] | None = None
+
+    def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` after each `optimizer.step()`; gives back what undoes it."""
+        if self._optimizer is None:
+            return lambda: None
+
+        def after_step(*_: Any) -> None:
+            if self._late:
+                self._deliver()
+            act()
+
+        return self._optimizer.register_step_post_hook(after_step).remove
+
+    def begin(self) -> None:
+        """Bring what lies on a GPU into pinned host memory, all copies in flight at once."""
+        on_gpu = [(i, t) for i, t in enumerate(map(self._tensor, range(len(self.entries)))) if t.is_cuda]
+        if not on_gpu:
+            return
+        if self._pinned is None:
+            layout = Layout(self.entries)
+            flat = {
+                dtype: torch.empty(size, dtype=getattr(torch, dtype), pin_memory=True)
+                for dtype, size in layout.sizes.items()
+            }
+            self._pinned = [flat[dtype][start:stop] for dtype, start, stop in layout.places]
+        for i, tensor in on_gpu:
+            staged = self._pinned[i]
+            staged.view(tensor.shape).copy_(tensor, non_blocking=True)
+            self._staged[i] = staged
+        for device in {tensor.device for _, tensor in on_gpu}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def array(self, i: int) -> Array:
+        """The parameter's own memory, or its staging copy, flat and in the center's dtype."""
+        if (staged := self._staged.get(i)) is not None:
+            return staged.numpy()
+        tensor = self._tensor(i)
+        dtype = getattr(torch, flat_dtype(self.entries[i]))
+        if tensor.dtype == dtype and tensor.is_contiguous():
+            return tensor.view(-1).numpy()
+        self._staged[i] = staged = tensor.to(dtype, memory_format=torch.contiguous_format, copy=True).view(-1)
+        return staged.numpy()
+
+    def commit(self, i: int) -> None:
+        """Write a staging copy back. To a GPU it flies asynchronously: the next `begin` waits for it."""
+        if (staged := self._staged.pop(i, None)) is not None:
+            tensor = self._tensor(i)
+            tensor.copy_(staged.view(tensor.shape), non_blocking=True)
+
+    def _append(self, name: str, like: Tensor, tensor: Tensor | Callable[[], Tensor | None]) -> None:
+        self.entries.append(Entry(name, tuple(like.shape), str(like.dtype).removeprefix("torch.")))
+        self._tensors.append(tensor if not isinstance(tensor, Tensor) else lambda: tensor)
+
+    def _tensor(self, i: int) -> Tensor:
+        tensor = self._tensors[i]()
+        if tensor is None:
+            entry = self.entries[i]
+            if i not in self._late:
+                self._late[i] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+            return self._late[i]
+        return tensor.detach()
+
+    def _state(self, parameter: Tensor, key: str) -> Callable[[], Tensor | None]:
+        def lookup() -> Tensor | None:
+            assert self._optimizer is not None
+            known = self._optimizer.state.get(parameter)
+            if not known:
+                return None  # before the first step optimizers have no state yet
+            value = known.get(key)
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                names = sorted(k for k, v in known.items() if isinstance(v, Tensor) and v.shape == parameter.shape)
+                raise InvalidArgument(
+                    f"{type(self._optimizer).__name__} keeps no state {key!r} of a parameter's shape "
+                    f"(it keeps: {', '.join(names) or 'none'}). Name one of these in state=(...)."
+                )
+            return value
+
+        return lookup
+
+    def _deliver(self) -> None:
+        """Give the center's optimizer state to the optimizer, which has just made its first step."""
+        for i in list(self._late):
+            target = self._tensors[i]()
+            if target is not None:
+                target.copy_(self._late.pop(i))
+
+
+def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor]:
+    return lambda: module.get_buffer(name)
+
+
+def _checked(optimizer: Any) -> Optimizer | None:
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    raise InvalidArgument(
+        f"the optimizer is a {type(optimizer).__qualname__}, but a torch module is trained by a torch.optim.Optimizer. "
+        "Pass that, or leave it out and call replica.step() after each update."
+    )

@@ -1,0 +1,93 @@
+"""Locks on single bytes of a file, which the kernel gives back when their holder dies.
+
+These are Linux's open-file-description locks (`man fcntl`, F_OFD_SETLK): they belong to the opened file, not
+to the process, so two centers in one process exclude each other as two processes do.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import time
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from maniple.errors import WaitedTooLong
+
+# struct flock: l_type, l_whence, l_start, l_len, l_pid
+_FLOCK = struct.Struct("hhqqi4x")
+_BUSY = (errno.EAGAIN, errno.EACCES)
+
+_opened: "weakref.WeakSet[ByteLocks]" = weakref.WeakSet()
+
+
+class ByteLocks:
+    """The locks of one file, seen by one holder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _opened.add(self)
+
+    def take(self, byte: int) -> bool:
+        """Try to lock one byte, without waiting."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            if error.errno in _BUSY:
+                return False
+            raise
+        return True
+
+    def give(self, byte: int) -> None:
+        """Unlock one byte."""
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+    @contextmanager
+    def hold(self, byte: int, *, timeout_s: float, what: str) -> Generator[None]:
+        """Lock one byte for the length of a `with` block."""
+        patience = Patience(timeout_s)
+        while not self.take(byte):
+            patience.wait(what)
+        try:
+            yield
+        finally:
+            self.give(byte)
+
+    def close(self) -> None:
+        """Give back all locks and close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Patience:
+    """A wait with a deadline: short sleeps that grow, from 20 microseconds to 2 milliseconds."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()
+        self._sleep_s = 20e-6
+
+    def wait(self, what: str) -> None:
+        """Sleep a little; raise WaitedTooLong, saying `what` was waited for, past the deadline."""
+        waited_s = time.monotonic() - self._since
+        if waited_s > self._timeout_s:
+            raise WaitedTooLong(
+                f"waited {waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
+                "Its holder is alive but does not go on: look whether it is stopped or swapping."
+            )
+        time.sleep(self._sleep_s)
+        self._sleep_s = min(self._sleep_s * 1.5, 2e-3)
+
+
+def _close_in_child() -> None:
+    # A forked child (a data loader's, say) shares its parent's open files, and with them the locks: if the
+    # parent were killed while it holds one, the child would keep it. So the child lets go at once.
+    for locks in list(_opened):
+        locks.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,132 @@
+"""The segment: the folder in shared memory that holds a run's center, and its removal after the run.
+
+/dev/shm/maniple-<lineage>/host      JSON: pid and run folder; locked for as long as the host lives
+                           members   one byte per rank: never, live, left or dead
+                           node      the workers' own lock
+                           center-0  the parameters shared by the first `share()`, and so on
+"""
+
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from maniple.center.locks import ByteLocks, Patience
+from maniple.errors import InvalidArgument, SharedMemoryFull
+
+NEVER, LIVE, LEFT, DEAD = range(4)
+MAX_WORKERS = 4096
+_PREFIX = "maniple-"
+_YOUNG_S = 60  # a segment without content may be in the making for so long
+
+
+class Segment:
+    """The shared-memory folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with (path / "members").open("r+b") as file:
+                self._members = mmap.mmap(file.fileno(), MAX_WORKERS)
+        except FileNotFoundError:
+            raise InvalidArgument(
+                f"the run's shared memory {path} is gone: its host has ended. Start the run again with `maniple run`."
+            ) from None
+        self._guard: ByteLocks | None = None
+
+    @classmethod
+    def create(cls, root: Path, lineage: str, run: Path) -> "Segment":
+        """Make the segment of a new run and guard it for as long as this process lives."""
+        path = root / f"{_PREFIX}{lineage}"
+        try:
+            path.mkdir(mode=0o700)
+            guard = ByteLocks(path / "host")
+            patience = Patience(timeout_s=10)
+            while not guard.take(0):  # a sweep may be looking at it
+                patience.wait(f"{path / 'host'}, which a sweep is looking at")
+            (path / "host").write_bytes(msgspec.json.encode({"pid": os.getpid(), "run": str(run)}))
+            with (path / "members").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, MAX_WORKERS)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise SharedMemoryFull(
+                f"{root} refuses the run's shared memory: {error.strerror}. "
+                "Free some space there, or set MANIPLE_SHM to another folder that is held in memory."
+            ) from error
+        segment = cls(path)
+        segment._guard = guard
+        return segment
+
+    @property
+    def live(self) -> int:
+        """p, the workers alive now."""
+        return self._members[:].count(LIVE)
+
+    def state(self, rank: int) -> int:
+        """What became of worker `rank`: NEVER, LIVE, LEFT or DEAD."""
+        return self._members[rank]
+
+    def mark(self, rank: int, state: int) -> None:
+        """Note what became of worker `rank`."""
+        self._members[rank] = state
+
+    def centers(self) -> list[Path]:
+        """The files of the centers made so far."""
+        return sorted(self.path.glob("center-*"))
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        self._members.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    def remove(self) -> None:
+        """Remove the segment from memory."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
+    """Remove the segments whose hosts are dead, after `salvage(segment, run folder)`. Gives what was removed.
+
+    What cannot be saved, for want of disk space say, is left where it is.
+    """
+    removed: list[Path] = []
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            if path.stat().st_uid == os.getuid() and _sweep_one(path, salvage):
+                removed.append(path)
+        except OSError:  # another sweep was quicker, or the disk is full
+            continue
+    return removed
+
+
+def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
+    if not (path / "host").exists():
+        is_old = time.time() - path.stat().st_mtime > _YOUNG_S
+        if is_old:
+            shutil.rmtree(path, ignore_errors=True)
+        return is_old
+    guard = ByteLocks(path / "host")
+    try:
+        if not guard.take(0):
+            return False  # its host is alive
+        text = (path / "host").read_bytes()
+        if not text:  # killed while it was made, or being made right now
+            is_old = time.time() - path.stat().st_mtime > _YOUNG_S
+        else:
+            is_old = True
+            run = Path(str(msgspec.json.decode(text, type=dict[str, str | int])["run"]))
+            if run.is_dir() and (path / "members").exists():
+                segment = Segment(path)
+                salvage(segment, run)
+                segment.close()
+        if is_old:
+            shutil.rmtree(path, ignore_errors=True)
+        return is_old
+    finally:
+        guard.close()

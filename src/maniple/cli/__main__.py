@@ -1,0 +1,5 @@
+"""`python -m maniple.cli`."""
+
+from maniple.cli import main
+
+main()

@@ -1,0 +1,79 @@
+"""The seams between the layers: what a model, a rule and a center must offer to each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named array of a model, as every worker must have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(slots=True)
+class Moment:
+    """What a rule may know of the instant of an exchange."""
+
+    step: int = 0  # optimizer steps this worker has made
+    live: int = 1  # p, the workers alive now
+    staleness: int = 0  # exchanges by others on this parameter since this worker's last one
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one exchange, pull or push did."""
+
+    size_bytes: int = 0
+    staleness: float = 0.0  # mean over the parameters
+    refused: list[str] = field(default_factory=list[str])  # parameters with non-finite offers
+    torn: list[str] = field(default_factory=list[str])  # parameters another worker died in the middle of
+
+
+class Model(Protocol):
+    """A model seen as named flat arrays. Adapters make one of a framework's model.
+
+    `begin()` comes before a pass over the entries; `array(i)` then holds entry i in the center's dtype,
+    flat and contiguous (the parameter's own memory where possible); `commit(i)` writes it back.
+    """
+
+    @property
+    def entries(self) -> Sequence[Entry]: ...
+    def begin(self) -> None: ...
+    def array(self, i: int) -> Array: ...
+    def commit(self, i: int) -> None: ...
+
+
+class Exchanger(Protocol):
+    """The part of a rule that a center calls, once per parameter, under that parameter's lock."""
+
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
+        """Change replica `x` and center `c` in place; False if some offered values were not finite."""
+        ...
+
+
+class Center(Protocol):
+    """The shared parameters. One suite, `tests/contract/test_center.py`, holds for every implementation."""
+
+    @property
+    def live(self) -> int: ...
+    def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome: ...
+    def pull(self, model: Model) -> Outcome: ...
+    def push(self, model: Model) -> Outcome: ...
+    def close(self) -> None: ...

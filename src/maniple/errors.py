@@ -1,0 +1,59 @@
+"""Errors: what is wrong with the value given, the limit or the other side's value, what to do.
+
+    ManipleError                     exit code 4
+    ├── InvalidArgument (ValueError)           2   a value the user gave cannot be used
+    │   └── Conflict                           2   the script and the command line disagree
+    ├── SharedMemoryFull (OSError)             3   the operating system refused the center's memory
+    ├── LayoutMismatch                         1   this worker's parameters are not the center's
+    ├── Diverged                               1   a replica kept offering values that are not finite
+    ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the text says who was waited for
+    └── WorkerFailed                           1   a worker ended with an error and may not be restarted
+
+A command that ends by one of them exits with the number beside it.
+"""
+
+
+class ManipleError(Exception):
+    """The root of all errors raised by maniple."""
+
+    exit_code = 4
+
+
+class InvalidArgument(ManipleError, ValueError):
+    """A value the user gave cannot be used."""
+
+    exit_code = 2
+
+
+class Conflict(InvalidArgument):
+    """The script and the command line ask for different things."""
+
+
+class SharedMemoryFull(ManipleError, OSError):
+    """The center does not fit into the memory that the system grants."""
+
+    exit_code = 3
+
+
+class LayoutMismatch(ManipleError):
+    """The parameters of this worker are not those of the center."""
+
+    exit_code = 1
+
+
+class Diverged(ManipleError):
+    """A replica offered non-finite values several times in a row; the center refused them."""
+
+    exit_code = 1
+
+
+class WaitedTooLong(ManipleError, TimeoutError):
+    """A deadline passed."""
+
+    exit_code = 1
+
+
+class WorkerFailed(ManipleError):
+    """A worker ended with an error."""
+
+    exit_code = 1

@@ -1,0 +1,81 @@
+"""The host: owns a run's center, its shared memory and its folder, from before the first worker to after the last."""
+
+import platform
+import secrets
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from maniple.center import Segment, Shared, save_snapshot, sweep
+from maniple.center.segment import DEAD, LIVE, NEVER
+from maniple.record import Events, Folder
+
+
+class Host:
+    """One run, as its owner sees it."""
+
+    def __init__(self, shared_memory: Path, runs: Path, name: str, asked: dict[str, Any]) -> None:
+        self.salvaged = sweep(shared_memory, _salvage)
+        self.lineage = secrets.token_hex(8)
+        self.folder = Folder.create(runs, name)
+        self.segment = Segment.create(shared_memory, self.lineage, self.folder.path)
+        self.events = Events(self.folder.events("host"))
+        self.folder.describe(
+            asked=asked, lineage=self.lineage, started=time.time(), versions=_versions(), node=platform.node()
+        )
+        self.events.write("start", lineage=self.lineage, **asked)
+
+    def has_joined(self, rank: int) -> bool:
+        """Worker `rank` has called `join()`."""
+        return self.segment.state(rank) != NEVER
+
+    def bury(self, rank: int, exit_code: int) -> None:
+        """Note that the process of worker `rank` has ended."""
+        if self.segment.state(rank) == LIVE:
+            self.segment.mark(rank, DEAD)
+        self.events.write("exit", worker=rank, exit_code=exit_code)
+
+    def save(self) -> list[Path]:
+        """Write the centers to the run folder; gives the files."""
+        return _save(self.segment, self.folder, self.lineage)
+
+    def close(self, exit_code: int) -> list[Path]:
+        """Save the center, remove the shared memory, and write down how the run ended."""
+        try:
+            saved = self.save()
+        finally:
+            self.segment.remove()
+        self.events.write("end", exit_code=exit_code)
+        self.events.close()
+        self.folder.describe(ended=time.time(), exit_code=exit_code)
+        return saved
+
+
+def _save(segment: Segment, folder: Folder, lineage: str) -> list[Path]:
+    saved: list[Path] = []
+    for path in segment.centers():
+        center = Shared.open(segment, path)
+        if center is not None:
+            target = folder.center / f"{path.name}.safetensors"
+            save_snapshot(center, target, lineage=lineage)
+            center.close()
+            saved.append(target)
+    return saved
+
+
+def _salvage(segment: Segment, run: Path) -> None:
+    """Save what a host that was killed has left in memory."""
+    folder = Folder(run)
+    _save(segment, folder, segment.path.name.rpartition("-")[2])
+    folder.describe(exit_code=None, ended="its host was killed; the center was saved by a later run")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("maniple", "numpy", "torch", "numba"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,78 @@
+"""The board: where each worker of a run stands, gathered from the run folder alone."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from maniple.record import Folder, Row, Tail
+from maniple.record.events import parse_events
+
+
+@dataclass
+class Standing:
+    """Where one worker stands."""
+
+    state: str = "starting"
+    step: int = 0
+    samples: int = 0
+    elapsed_s: float = 0.0
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    loss: float | None = None
+    sync_share: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Board:
+    """All workers' standings, kept up to date by following their events and logs."""
+
+    def __init__(self, folder: Folder, workers: int) -> None:
+        self.standings = [Standing() for _ in range(workers)]
+        self.exit_code: int | None = None  # what the first failed worker's own error asks for
+        self._events = [Tail(folder.events(rank)) for rank in range(workers)]
+        self._logs = [Tail(folder.log(rank)) for rank in range(workers)]
+
+    def refresh(self) -> list[tuple[int, str]]:
+        """Read what is new; gives the lines that workers printed, with their ranks."""
+        printed: list[tuple[int, str]] = []
+        for rank, standing in enumerate(self.standings):
+            for row in parse_events(self._events[rank].lines()):
+                self._note(standing, row)
+            printed += [(rank, line.decode(errors="replace")) for line in self._logs[rank].lines()]
+        return printed
+
+    def mark(self, rank: int, state: str) -> None:
+        """Note what the launcher knows of a worker's process."""
+        self.standings[rank].state = state
+
+    def summary(self) -> str:
+        """One line on the whole run."""
+        samples = sum(s.samples for s in self.standings)
+        steps = sum(s.step for s in self.standings)
+        longest = max((s.elapsed_s for s in self.standings), default=0.0)
+        rate = f", {samples / longest:,.0f} samples/s" if samples and longest else ""
+        return f"{steps:,} steps, {samples:,} samples in {longest:.1f} s{rate} over {len(self.standings)} workers"
+
+    def _note(self, standing: Standing, row: Row) -> None:
+        kind = row.get("event")
+        if kind == "join":
+            self._events_started(standing)
+        elif kind == "progress":
+            gone = row["elapsed"] - standing.elapsed_s
+            if gone > 0:
+                standing.steps_per_s = (row["step"] - standing.step) / gone
+                standing.samples_per_s = (row["samples"] - standing.samples) / gone
+            standing.step, standing.samples = row["step"], row["samples"]
+            standing.elapsed_s, standing.sync_share = row["elapsed"], row["sync_share"]
+        elif kind == "log":
+            values = {k: v for k, v in row.items() if k not in {"event", "timestamp", "datestamp", "worker", "step"}}
+            standing.values |= values
+            if isinstance(values.get("loss"), float):
+                standing.loss = values["loss"]
+        elif kind == "failed":
+            self.exit_code = self.exit_code or row["exit_code"]
+
+    def _events_started(self, standing: Standing) -> None:
+        """A worker has joined, for the first time or again: its own counts begin at zero."""
+        standing.state = "training"
+        standing.step = standing.samples = 0
+        standing.elapsed_s = 0.0

@@ -1,0 +1,79 @@
+"""The job: what is to be started, and the command, variables and cores of each worker. Pure."""
+
+import difflib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maniple.center.segment import MAX_WORKERS
+from maniple.errors import InvalidArgument
+from maniple.place import DEFAULT_SEED, THREAD_VARIABLES
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script, and how many workers run it in which way."""
+
+    script: Path
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    rule: str | None = None
+    pace: str | None = None
+    devices: tuple[str, ...] = ()
+    restarts: int = 0  # how often each worker may be started again
+    name: str | None = None
+    runs: Path = Path("runs")
+    seed: int = DEFAULT_SEED
+    bind: bool = True  # give each worker cores of its own
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidArgument if the job cannot be started."""
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise InvalidArgument(f"{self.workers} workers cannot be started (1 to {MAX_WORKERS}). Write -n 2.")
+        if self.restarts < 0:
+            raise InvalidArgument(f"--restarts {self.restarts} is below 0. Write --restarts 3, or leave it out.")
+        if not self.script.is_file():
+            raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
+
+    def asked(self) -> dict[str, Any]:
+        """What was asked for, to be written down."""
+        return {
+            "script": str(self.script.resolve()),
+            "args": list(self.args),
+            "workers": self.workers,
+            "rule": self.rule,
+            "pace": self.pace,
+            "devices": list(self.devices),
+            "restarts": self.restarts,
+            "seed": self.seed,
+        }
+
+    def arguments(self, rank: int) -> list[str]:
+        """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""
+        return [arg.replace("{rank}", str(rank)).replace("{world}", str(self.workers)) for arg in self.args]
+
+    def device(self, rank: int) -> str | None:
+        """The device of one worker; workers share devices in turn if there are fewer."""
+        return self.devices[rank % len(self.devices)] if self.devices else None
+
+
+def split_cores(cores: list[int], workers: int) -> list[list[int]]:
+    """Cores of its own for each worker; all cores for everybody if there are more workers than cores."""
+    if workers > len(cores):
+        return [cores] * workers
+    bounds = [len(cores) * i // workers for i in range(workers + 1)]
+    return [cores[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
+    """How many threads numeric libraries may start; what the user has set already stays."""
+    return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
+
+
+def _near(script: Path) -> str:
+    folder = script.parent
+    names = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
+    near = difflib.get_close_matches(script.name, names, n=1)
+    return f"Did you mean {str(folder / near[0])!r}?" if near else "Check the path; options of maniple come before it."

@@ -1,0 +1,89 @@
+"""The layout: where each named array lies in one flat vector per dtype, and the digest of that table.
+
+    entries   w (2, 3) float32 | b (3,) float32 | s (1,) float64
+    float32   [w w w w w w b b b]            float64   [s]
+
+Half-precision entries (float16, bfloat16) are float32 in the flat vector: a center that is kept in half
+precision would round small contributions away.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from maniple.contracts import Array, Entry
+from maniple.errors import InvalidArgument, LayoutMismatch
+
+_FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+
+
+class Layout:
+    """The places of a sequence of entries in flat vectors."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = tuple(entries)
+        if not self.entries:
+            raise InvalidArgument(
+                "the model has no floating-point array to share (0 entries, at least 1 is needed). "
+                "Pass the model that is trained, with its parameters already built."
+            )
+        self.sizes: dict[str, int] = {}
+        self.places: list[tuple[str, int, int]] = []
+        seen: set[str] = set()
+        for entry in self.entries:
+            if entry.name in seen:
+                raise InvalidArgument(f"the name {entry.name!r} stands for two arrays. Give each its own name.")
+            seen.add(entry.name)
+            dtype = flat_dtype(entry)
+            start = self.sizes.get(dtype, 0)
+            self.places.append((dtype, start, start + entry.size))
+            self.sizes[dtype] = start + entry.size
+        self.table = msgspec.json.encode([(e.name, e.shape, e.dtype) for e in self.entries])
+        self.digest = hashlib.sha256(self.table).hexdigest()
+
+    @classmethod
+    def from_table(cls, table: bytes) -> "Layout":
+        """The layout that another process wrote as `table`."""
+        rows = msgspec.json.decode(table, type=list[tuple[str, tuple[int, ...], str]])
+        return cls([Entry(*row) for row in rows])
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all flat vectors together."""
+        return sum(np.dtype(dtype).itemsize * size for dtype, size in self.sizes.items())
+
+    def allocate(self) -> dict[str, Array]:
+        """New flat vectors, one per dtype, of zeros that take no memory until written."""
+        return {dtype: np.zeros(size, dtype) for dtype, size in self.sizes.items()}
+
+    def views(self, flat: dict[str, Array]) -> list[Array]:
+        """One flat view per entry into the vectors `flat`."""
+        return [flat[dtype][start:stop] for dtype, start, stop in self.places]
+
+    def require(self, theirs: "Layout", who: str) -> None:
+        """Raise LayoutMismatch, naming the first difference, unless `theirs` is the same table."""
+        if self.digest == theirs.digest:
+            return
+        for i in range(max(len(self.entries), len(theirs.entries))):
+            mine = str(self.entries[i]) if i < len(self.entries) else "nothing"
+            other = str(theirs.entries[i]) if i < len(theirs.entries) else "nothing"
+            if mine != other:
+                raise LayoutMismatch(
+                    f"this worker's parameter {i} is {mine}, but {who} has {other} there. "
+                    "Every worker must build the same model: same names, shapes, dtypes and order. "
+                    "Look for sizes that depend on the rank or on the worker's own data."
+                )
+        raise AssertionError("digests differ but no entry does")
+
+
+def flat_dtype(entry: Entry) -> str:
+    """The dtype that `entry` has in the flat vector."""
+    try:
+        return _FLAT_DTYPE[entry.dtype]
+    except KeyError:
+        raise InvalidArgument(
+            f"{entry} cannot be shared: its dtype is none of {', '.join(_FLAT_DTYPE)}. "
+            "Leave it out of the model that you share, or store it as float32."
+        ) from None

@@ -1,0 +1,104 @@
+"""Events: one JSON row per line, one file per process, written whole so that a reader may follow live.
+
+Every row has `timestamp` (seconds since 1970) and `datestamp` (to the minute, local time), by which the
+curves of workers that started at different times come onto one clock.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+Row = dict[str, Any]
+
+
+class Events:
+    """The rows that this process writes. `fields` stand in each of them."""
+
+    def __init__(self, path: Path | None, **fields: Any) -> None:
+        self._fields = fields
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain)
+        self._minute = -1
+        self._datestamp = ""
+        self._dropped = 0
+        self._file = -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one row. A full disk costs rows, never the training: it is said once, and counted."""
+        if self._file < 0:
+            return
+        now = time.time()
+        if (minute := int(now // 60)) != self._minute:
+            self._minute, self._datestamp = minute, time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+        row = {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields | values
+        if self._dropped:
+            row["dropped"] = self._dropped
+        try:
+            os.write(self._file, self._encoder.encode(row) + b"\n")
+            self._dropped = 0
+        except OSError as error:
+            self._dropped += 1
+            if self._dropped == 1:
+                warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Tail:
+    """Follows a growing text file and gives its complete new lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The lines completed since the last call."""
+        if self._file is None:
+            try:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return []
+        while piece := os.read(self._file, 1 << 20):
+            self._rest += piece
+        *complete, self._rest = self._rest.split(b"\n")
+        return complete
+
+    def close(self) -> list[bytes]:
+        """The remaining lines, the last one also if nothing ended it."""
+        last = self.lines()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        rest, self._rest = self._rest, b""
+        return [*last, rest] if rest else last
+
+
+def parse_events(lines: list[bytes]) -> Iterator[Row]:
+    """The rows in `lines`; a line cut by a full disk or a crash is passed over."""
+    for line in lines:
+        try:
+            yield msgspec.json.decode(line, type=Row)
+        except msgspec.DecodeError:
+            continue
+
+
+def read_events(path: Path) -> list[Row]:
+    """All rows of one file."""
+    return list(parse_events(Tail(path).close()))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks: NumPy and torch scalars and arrays by their own `tolist`, anything else by name."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,87 @@
+"""The run folder.
+
+runs/<name>/run.json        what was asked, versions, lineage, how it ended
+            events/*.jsonl  one file of rows per process
+            logs/*.log      what each process printed
+            center/         the shared parameters: safetensors beside a JSON manifest
+runs/last -> <name>
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from maniple.errors import InvalidArgument
+
+
+class Folder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> "Folder":
+        """Make `root/name`, which must be new, and point `root/last` at it."""
+        if not name or name in {".", "..", "last"} or "/" in name:
+            raise InvalidArgument(f"{name!r} cannot name a run. Use letters, digits, '-', '_' and '.', not 'last'.")
+        folder = cls((root / name).resolve())
+        try:
+            folder.path.mkdir(parents=True)
+        except FileExistsError:
+            raise InvalidArgument(
+                f"the run folder {folder.path} exists already, and a run never overwrites another. "
+                "Choose another --name, or move the old folder away."
+            ) from None
+        for part in ("events", "logs", "center"):
+            (folder.path / part).mkdir()
+        _point(root / "last", name)
+        return folder
+
+    @property
+    def center(self) -> Path:
+        """Where snapshots of the center lie."""
+        return self.path / "center"
+
+    def events(self, who: int | str) -> Path:
+        """The rows of worker `who`, or of the host."""
+        return self.path / "events" / f"{_name(who)}.jsonl"
+
+    def log(self, who: int | str) -> Path:
+        """What worker `who`, or the host, printed."""
+        return self.path / "logs" / f"{_name(who)}.log"
+
+    def describe(self, **values: Any) -> None:
+        """Merge `values` into run.json."""
+        path = self.path / "run.json"
+        known: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        write_json(path, known | values)
+
+
+def fresh_name(script: Path) -> str:
+    """A name for a run of `script`: sortable, readable, new each second."""
+    return f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` beside `path` and rename it, so that a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
+    beside.replace(path)
+
+
+def _name(who: int | str) -> str:
+    return f"worker-{who}" if isinstance(who, int) else who
+
+
+def _point(link: Path, target: str) -> None:
+    beside = link.with_name(f".last.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    try:
+        beside.replace(link)
+    except OSError:  # a real folder named "last" stands there: leave it
+        beside.unlink()

@@ -1,0 +1,23 @@
+"""ASGD: Legion's weighted push, then pull."""
+
+from maniple.contracts import Array, Moment
+from maniple.rules.kernels import kernels
+from maniple.rules.rule import Rule, checked_share
+
+
+class ASGD(Rule):
+    """Push the replica into the center with two weights, and take the result.
+
+        c = alpha c + beta x;    x = c
+
+    ASGD(0.5, 0.5) is the same map as EASGD(0.5). Weights that do not add up to 1 shrink or grow the
+    parameters at each exchange; that is allowed, and seldom wanted.
+    """
+
+    def __init__(self, alpha: float = 0.5, beta: float = 0.5) -> None:
+        self.alpha = checked_share("ASGD", "alpha", alpha)
+        self.beta = checked_share("ASGD", "beta", beta)
+
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
+        del memory, moment
+        return kernels().blend(x, c, self.alpha, self.beta)

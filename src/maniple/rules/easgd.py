@@ -1,0 +1,63 @@
+"""EASGD: elastic averaging."""
+
+from collections.abc import Callable
+
+from maniple.contracts import Array, Moment
+from maniple.errors import InvalidArgument
+from maniple.rules.kernels import kernels
+from maniple.rules.rule import Rule, checked_share
+
+Alpha = float | str | Callable[[int], float]
+
+
+class EASGD(Rule):
+    """Asynchronous elastic averaging SGD.
+
+        d = x - c;    x -= alpha_w d;    c += alpha_c d
+
+    Both moves start from the old values. With one alpha the exchange conserves `x + c`; alpha 0 leaves both
+    alone, alpha 0.5 makes them meet. Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD
+    (arXiv:1412.6651).
+
+    Args:
+        alpha: a number from 0 to 1; "auto", which is 0.9 / p with p workers alive; or a schedule, a function
+            from the worker's step count to such a number. It may be set while running.
+        center_alpha: the center's own share, where it is to differ from the worker's `alpha`.
+    """
+
+    def __init__(self, alpha: Alpha = "auto", *, center_alpha: float | None = None) -> None:
+        self.alpha = alpha
+        self.center_alpha = None if center_alpha is None else checked_share("EASGD", "center_alpha", center_alpha)
+
+    @property
+    def alpha(self) -> Alpha:
+        """The elastic share."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: Alpha) -> None:
+        if isinstance(value, str):
+            if value != "auto":
+                raise InvalidArgument(
+                    f"EASGD has alpha={value!r}, which is neither 'auto', a share from 0 to 1, nor a schedule. "
+                    "Write alpha='auto' or a number such as 0.5."
+                )
+        elif not callable(value):
+            value = checked_share("EASGD", "alpha", value)
+        self._alpha = value
+
+    def alphas(self, moment: Moment) -> tuple[float, float]:
+        """The center's and the worker's share at this moment."""
+        if self._alpha == "auto":
+            alpha = 0.9 / max(1, moment.live)
+        elif callable(self._alpha):
+            alpha = checked_share("EASGD's schedule", "alpha", float(self._alpha(moment.step)))
+        else:
+            assert isinstance(self._alpha, float)
+            alpha = self._alpha
+        return (alpha if self.center_alpha is None else self.center_alpha), alpha
+
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
+        del memory
+        center, worker = self.alphas(moment)
+        return kernels().elastic(x, c, center, worker)

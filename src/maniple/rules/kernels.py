@@ -1,0 +1,38 @@
+"""The kernels in use: `fused` where numba is installed (the extra `fast`), else `blocks`."""
+
+import functools
+import importlib
+import importlib.util
+from typing import Protocol, cast
+
+import numpy as np
+
+from maniple.contracts import Array
+
+
+class Kernels(Protocol):
+    """The elementwise updates of a replica `x` and a center `c`, in place, one flat array at a time.
+
+    Where the value proposed for the center is not finite, the center keeps its own and the replica takes
+    it; the kernel then answers False.
+    """
+
+    def elastic(self, x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool: ...
+    def blend(self, x: Array, c: Array, alpha: float, beta: float) -> bool: ...
+    def difference(self, x: Array, c: Array, old: Array, scale: float) -> bool: ...
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """The fastest kernels that this installation has."""
+    kind = "fused" if importlib.util.find_spec("numba") else "blocks"
+    return cast(Kernels, importlib.import_module(f"maniple.rules.{kind}"))
+
+
+def warm_up(dtypes: list[str]) -> None:
+    """Compile or load the kernels for `dtypes` now, so that the first exchange is as fast as the rest."""
+    for dtype in dtypes:
+        x, c, old = (np.zeros(1, dtype) for _ in range(3))
+        kernels().elastic(x, c, 0.5, 0.5)
+        kernels().blend(x, c, 0.5, 0.5)
+        kernels().difference(x, c, old, 1.0)

@@ -1,0 +1,202 @@
+"""The replica: this worker's own copy of the parameters, and its dealings with the center."""
+
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from maniple.adapters import Adapter
+from maniple.center import Shared
+from maniple.contracts import Array, Moment, Outcome
+from maniple.errors import Diverged, InvalidArgument
+from maniple.layout import Layout
+from maniple.pace import Pace
+from maniple.record import Events
+from maniple.rules import Rule
+
+_REFUSALS = 3  # so many exchanges in a row with non-finite values end the worker
+_PROGRESS_S = 0.5  # how often a row tells how far this worker is
+
+
+class Owner(Protocol):
+    """What a replica asks of its worker."""
+
+    def samples_taken(self) -> int: ...
+    def end_if_told(self) -> None: ...
+
+
+class Replica:
+    """One worker's copy of a shared model. Alone, without a center, every call is a no-op.
+
+    Attributes:
+        rule: what an exchange does; its settings may be changed while running.
+        pace: when an exchange is due.
+        samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
+        steps: the steps made so far.
+    """
+
+    def __init__(
+        self, model: Adapter, center: Shared | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
+    ) -> None:
+        self.rule, self.pace = rule, pace
+        self.steps = 0
+        self.samples: int | None = None
+        self.total_samples = 0
+        self.is_exchanging = False
+        self._model, self._center, self._events = model, center, events
+        self._layout = Layout(model.entries)
+        self._memory: list[Array] | None = None
+        if center is not None and rule.memory:
+            self._memory = self._layout.views(self._layout.allocate())
+        self._worker = worker
+        self._since_exchange = 0
+        self._refusals = 0
+        self._spent_s = 0.0
+        self._is_center = False
+        self._start = self._told = time.perf_counter()
+        self._unhook = model.on_step(self.step)
+
+    def step(self) -> None:
+        """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
+        if self._is_center:
+            raise InvalidArgument(
+                "a training step was made inside `with replica.center():`, where it would be thrown away at the end. "
+                "Train outside that block; it is for looking at the shared parameters."
+            )
+        self.steps += 1
+        self._since_exchange += 1
+        if self.samples is not None:
+            self.total_samples += self.samples
+        else:
+            self.total_samples = self._worker.samples_taken()
+        if self._center is None:
+            return
+        now = time.perf_counter()
+        if self.pace.due(self._since_exchange, now - self._start):
+            self.exchange()
+        if now - self._told >= _PROGRESS_S:
+            self._tell(now)
+
+    def exchange(self) -> None:
+        """Apply the rule now, to the replica and the center."""
+        if self._center is None:
+            return
+        moment = Moment(step=self.steps, live=max(1, self._center.live))
+        outcome, cost_s = self._timed("exchange", self._center.exchange, self._model, self.rule, self._memory, moment)
+        self._spent_s += cost_s
+        self.pace.exchanged(cost_s, outcome.size_bytes)
+        self._since_exchange = 0
+        self._mind_refusals(outcome)
+
+    def pull(self) -> None:
+        """Set the replica to the center."""
+        if self._center is not None:
+            outcome, cost_s = self._timed("pull", self._center.pull, self._model, self._remember)
+            self.pace.expect(2 * cost_s, 2 * outcome.size_bytes)
+
+    def push(self) -> None:
+        """Set the center to the replica, whole; values that are not finite are refused."""
+        if self._center is not None:
+            self._timed("push", self._center.push, self._model)
+
+    @contextmanager
+    def center(self) -> Generator[None]:
+        """Look at the shared parameters for the length of a `with` block, then get one's own back bit for bit."""
+        if self._center is None:
+            yield
+            return
+        if self._is_center:
+            raise InvalidArgument("`with replica.center():` stands inside another one. Leave the outer one first.")
+        own = self._layout.views(self._layout.allocate())
+        self._copy(into=own)
+        self._center.pull(self._model)
+        self._is_center = True
+        try:
+            yield
+        finally:
+            self._is_center = False
+            self._copy(out_of=own)
+
+    @property
+    def sync_share(self) -> float:
+        """The share of wall time spent in exchanges so far."""
+        return self._spent_s / max(1e-9, time.perf_counter() - self._start)
+
+    def finish(self, *, exchange: bool) -> None:
+        """Make the last exchange, if steps were made since the one before, and let the center go."""
+        self._unhook()
+        if self._center is None:
+            return
+        if exchange and self._since_exchange and not self._is_center:
+            self.exchange()
+        self._tell(time.perf_counter())
+        self._center.close()
+        self._center = None
+
+    def _timed(self, event: str, act: Any, *args: Any) -> tuple[Outcome, float]:
+        self.is_exchanging = True
+        start, begin = time.time(), time.perf_counter()
+        try:
+            outcome: Outcome = act(*args)
+        finally:
+            self.is_exchanging = False
+        cost_s = time.perf_counter() - begin
+        row: dict[str, Any] = {}
+        if outcome.refused:
+            row["refused"] = outcome.refused
+        if outcome.torn:
+            row["torn"] = outcome.torn
+        self._events.write(
+            event,
+            step=self.steps,
+            start=start,
+            end=start + cost_s,
+            duration=cost_s,
+            bytes=outcome.size_bytes,
+            staleness=outcome.staleness,
+            **row,
+        )
+        self._worker.end_if_told()
+        return outcome, cost_s
+
+    def _mind_refusals(self, outcome: Outcome) -> None:
+        if not outcome.refused:
+            self._refusals = 0
+            return
+        self._refusals += 1
+        first = outcome.refused[0]
+        if self._refusals >= _REFUSALS:
+            raise Diverged(
+                f"this worker offered non-finite values {self._refusals} exchanges in a row "
+                f"(limit {_REFUSALS}), first in {first!r}; the center refused them and is unharmed. "
+                "Lower the learning rate or clip gradients; with --restarts the worker would begin again from the center."
+            )
+        warnings.warn(
+            f"the center refused non-finite values of {first!r} "
+            f"and gave its own instead ({len(outcome.refused)} parameters)",
+            stacklevel=4,
+        )
+
+    def _remember(self, i: int, value: Array) -> None:
+        if self._memory is not None:
+            self.rule.remember(value, self._memory[i])
+
+    def _copy(self, *, into: list[Array] | None = None, out_of: list[Array] | None = None) -> None:
+        self._model.begin()
+        for i in range(len(self._layout.entries)):
+            if into is not None:
+                into[i][:] = self._model.array(i)
+            if out_of is not None:
+                self._model.array(i)[:] = out_of[i]
+            self._model.commit(i)
+
+    def _tell(self, now: float) -> None:
+        self._told = now
+        self._events.write(
+            "progress",
+            step=self.steps,
+            samples=self.total_samples,
+            elapsed=now - self._start,
+            sync_share=self.sync_share,
+        )
