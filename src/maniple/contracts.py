@@ -1,6 +1,6 @@
 """The seams between the layers: what a model, a rule and a center must offer to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+OnValue = Callable[[int, Array], None]  # sees entry i's value while it is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,6 @@ class Center(Protocol):
     @property
     def live(self) -> int: ...
     def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome: ...
-    def pull(self, model: Model) -> Outcome: ...
-    def push(self, model: Model) -> Outcome: ...
+    def pull(self, model: Model, on_value: OnValue | None = None) -> Outcome: ...
+    def push(self, model: Model, on_value: OnValue | None = None) -> Outcome: ...
     def close(self) -> None: ...

@@ -3,6 +3,7 @@
 import platform
 import secrets
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,36 +20,55 @@ class Host:
         self.salvaged = sweep(shared_memory, _salvage)
         self.lineage = secrets.token_hex(8)
         self.folder = Folder.create(runs, name)
-        self.segment = Segment.create(shared_memory, self.lineage, self.folder.path)
+        try:
+            self.segment = Segment.create(shared_memory, self.lineage, self.folder.path)
+        except BaseException:
+            self.folder.discard()
+            raise
+        self._joined: set[int] = set()
         self.events = Events(self.folder.events("host"))
         self.folder.describe(
             asked=asked, lineage=self.lineage, started=time.time(), versions=_versions(), node=platform.node()
         )
         self.events.write("start", lineage=self.lineage, **asked)
 
-    def has_joined(self, rank: int) -> bool:
-        """Worker `rank` has called `join()`."""
-        return self.segment.state(rank) != NEVER
+    @property
+    def has_joined(self) -> bool:
+        """Some worker has called `join()`."""
+        return bool(self._joined)
 
-    def bury(self, rank: int, exit_code: int) -> None:
-        """Note that the process of worker `rank` has ended."""
-        if self.segment.state(rank) == LIVE:
-            self.segment.mark(rank, DEAD)
-        self.events.write("exit", worker=rank, exit_code=exit_code)
+    def expect(self, rank: int, pid: int) -> None:
+        """Note that a process of worker `rank` has been started."""
+        self.events.write("started", worker=rank, pid=pid)
+
+    def bury(self, rank: int, exit_code: int) -> bool:
+        """Note that the process of worker `rank` has ended; True if it had joined."""
+        had_joined = self.segment.state(rank) != NEVER
+        if had_joined:
+            self._joined.add(rank)
+        died = self.segment.state(rank) == LIVE
+        self.segment.mark(rank, DEAD if died else NEVER)
+        self.events.write("exit", worker=rank, exit_code=exit_code, died=died)
+        return had_joined
 
     def save(self) -> list[Path]:
         """Write the centers to the run folder; gives the files."""
         return _save(self.segment, self.folder, self.lineage)
 
     def close(self, exit_code: int) -> list[Path]:
-        """Save the center, remove the shared memory, and write down how the run ended."""
+        """Save the center, remove the shared memory, and write down how the run ended.
+
+        If the center cannot be saved (OSError), it stays in memory, and a later run saves it.
+        """
         try:
             saved = self.save()
-        finally:
             self.segment.remove()
-        self.events.write("end", exit_code=exit_code)
-        self.events.close()
-        self.folder.describe(ended=time.time(), exit_code=exit_code)
+        finally:
+            self.segment.close()
+            self.events.write("end", exit_code=exit_code)
+            self.events.close()
+            with suppress(OSError):
+                self.folder.describe(ended=time.time(), exit_code=exit_code)
         return saved
 
 

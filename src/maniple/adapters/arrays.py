@@ -19,6 +19,7 @@ class Arrays:
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = arrays
         self.entries: list[Entry] = []
+        self._dtypes: list[tuple[np.dtype[Any], np.dtype[Any]]] = []  # here, and in the flat vector
         self._staged: dict[int, Array] = {}
         seen: set[int] = set()
         for name, value in arrays.items():
@@ -29,7 +30,9 @@ class Arrays:
                 )
             if id(value) not in seen:
                 seen.add(id(value))
-                self.entries.append(Entry(str(name), value.shape, str(value.dtype)))
+                entry = Entry(str(name), value.shape, str(value.dtype))
+                self.entries.append(entry)
+                self._dtypes.append((value.dtype, np.dtype(flat_dtype(entry))))
 
     def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
         """There is no optimizer: the loop calls replica.step() itself."""
@@ -41,7 +44,7 @@ class Arrays:
 
     def array(self, i: int) -> Array:
         """The array's own memory if it is contiguous and of the center's dtype, else a copy."""
-        value, dtype = self._value(i), flat_dtype(self.entries[i])
+        value, dtype = self._value(i), self._dtypes[i][1]
         if value.flags.c_contiguous and value.dtype == dtype:
             return value.reshape(-1)
         self._staged[i] = staged = value.astype(dtype, order="C").reshape(-1)
@@ -56,8 +59,9 @@ class Arrays:
     def _value(self, i: int) -> Array:
         entry = self.entries[i]
         value: Array = self._arrays[entry.name]
-        if value.shape != entry.shape or str(value.dtype) != entry.dtype or not value.flags.writeable:
-            state = "" if value.flags.writeable else ", read-only"
+        is_writable = value.flags.writeable
+        if value.shape != entry.shape or value.dtype != self._dtypes[i][0] or not is_writable:
+            state = "" if is_writable else ", read-only"
             raise InvalidArgument(
                 f"{entry.name!r} has become {value.dtype}{list(value.shape)}{state}, but was shared as {entry}. "
                 "Keep shape and dtype, and keep it writable, or share a new model."

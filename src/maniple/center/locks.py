@@ -6,6 +6,7 @@ to the process, so two centers in one process exclude each other as two processe
 
 import errno
 import fcntl
+import functools
 import os
 import struct
 import time
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from maniple.errors import WaitedTooLong
 
-# struct flock: l_type, l_whence, l_start, l_len, l_pid
 _FLOCK = struct.Struct("hhqqi4x")
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
@@ -34,7 +34,7 @@ class ByteLocks:
     def take(self, byte: int) -> bool:
         """Try to lock one byte, without waiting."""
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
         except OSError as error:
             if error.errno in _BUSY:
                 return False
@@ -43,7 +43,7 @@ class ByteLocks:
 
     def give(self, byte: int) -> None:
         """Unlock one byte."""
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
     @contextmanager
     def hold(self, byte: int, *, timeout_s: float, what: str) -> Generator[None]:
@@ -81,6 +81,12 @@ class Patience:
             )
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 1.5, 2e-3)
+
+
+@functools.cache
+def _request(kind: int, byte: int) -> bytes:
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
 def _close_in_child() -> None:

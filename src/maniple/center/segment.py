@@ -80,7 +80,7 @@ class Segment:
 
     def close(self) -> None:
         """Let go of the mapping."""
-        self._members.close()
+        self._members.close()  # harmless when closed already, as is the guard's
         if self._guard is not None:
             self._guard.close()
 

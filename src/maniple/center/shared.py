@@ -22,7 +22,7 @@ import numpy as np
 
 from maniple.center.locks import ByteLocks, Patience
 from maniple.center.segment import Segment
-from maniple.contracts import Array, Exchanger, Model, Moment, Outcome
+from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
 from maniple.errors import InvalidArgument, SharedMemoryFull
 from maniple.layout import Layout
 
@@ -91,7 +91,7 @@ class Shared:
 
         return self._pass(model, apply, ways=2)
 
-    def pull(self, model: Model, on_value: Callable[[int, Array], None] | None = None) -> Outcome:
+    def pull(self, model: Model, on_value: OnValue | None = None) -> Outcome:
         """Set `model` to the center; `on_value` sees each parameter's value meanwhile."""
 
         def apply(i: int, x: Array, c: Array) -> bool:
@@ -102,16 +102,26 @@ class Shared:
 
         return self._pass(model, apply, writes=False)
 
-    def push(self, model: Model) -> Outcome:
-        """Set the center to `model`, except where that is not finite."""
+    def release(self) -> None:
+        """Let this process' view of the pages go; they stay in shared memory and come back when touched."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
-        def apply(_: int, x: Array, c: Array) -> bool:
-            if np.isfinite(x).all():
-                c[:] = x
-                return True
-            return False
+    def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
+        """Set the center to `model`, but for parameters that are not finite; `on_value` as in `pull`."""
+
+        def apply(i: int, x: Array, c: Array) -> bool:
+            if not np.isfinite(x).all():
+                return False
+            c[:] = x
+            if on_value is not None:
+                on_value(i, x)
+            return True
 
         return self._pass(model, apply)
+
+    def array(self, i: int) -> Array:
+        """Parameter i itself, flat, in shared memory; read or written without its lock."""
+        return self._arrays[i]
 
     def read(self, i: int) -> Array:
         """A copy of parameter i, in its shape."""
@@ -164,13 +174,14 @@ class Shared:
         if not self._lock:
             yield from waiting
             return
-        patience, busy = Patience(LOCK_TIMEOUT_S), 0
+        patience, busy = None, 0
         while waiting:
             i = waiting.popleft()
             if not self._locks.take(i):
                 waiting.append(i)
                 busy += 1
-                if busy >= len(waiting):
+                if busy >= len(waiting):  # all that remain are held by others
+                    patience = patience or Patience(LOCK_TIMEOUT_S)
                     patience.wait(self._describe(i))
                     busy = 0
                 continue
@@ -179,7 +190,7 @@ class Shared:
                 yield i
             finally:
                 self._locks.give(i)
-            patience, busy = Patience(LOCK_TIMEOUT_S), 0
+            patience, busy = None, 0
 
     def _describe(self, i: int) -> str:
         holder = self._holders[i]
@@ -230,6 +241,7 @@ class Shared:
         self.layout = Layout.from_table(memory[_PAGE : _PAGE + int(header[2])])
         offsets, _ = _offsets(self.layout)
         counters = memoryview(memory)[offsets["counters"] :]
+        self._memory = memory
         self._versions = counters[: 8 * count].cast("q")
         self._holders = counters[8 * count : 16 * count].cast("q")
         self._arrays = self.layout.views(_vectors(self.layout, memory, offsets))

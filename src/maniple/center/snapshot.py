@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save_file
-
 from maniple.center.shared import Shared
 from maniple.record.folder import write_json
 
@@ -16,12 +14,20 @@ def save_snapshot(center: Shared, path: Path, **manifest: Any) -> None:
 
     Each parameter is locked for the time of its copy only; training goes on meanwhile.
     """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     entries = center.layout.entries
     arrays = {entry.name: center.read(i) for i, entry in enumerate(entries)}
     versions = center.versions
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, beside, metadata={"format": "pt"})
-    beside.replace(path)
+    try:
+        save_file(arrays, beside, metadata={"format": "pt"})
+        beside.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
     write_json(
         path.with_suffix(".json"),
         {

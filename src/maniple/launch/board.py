@@ -28,6 +28,7 @@ class Board:
     def __init__(self, folder: Folder, workers: int) -> None:
         self.standings = [Standing() for _ in range(workers)]
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
+        self._steps_before = self._samples_before = 0  # of workers that died and were restarted
         self._events = [Tail(folder.events(rank)) for rank in range(workers)]
         self._logs = [Tail(folder.log(rank)) for rank in range(workers)]
 
@@ -46,8 +47,8 @@ class Board:
 
     def summary(self) -> str:
         """One line on the whole run."""
-        samples = sum(s.samples for s in self.standings)
-        steps = sum(s.step for s in self.standings)
+        samples = self._samples_before + sum(s.samples for s in self.standings)
+        steps = self._steps_before + sum(s.step for s in self.standings)
         longest = max((s.elapsed_s for s in self.standings), default=0.0)
         rate = f", {samples / longest:,.0f} samples/s" if samples and longest else ""
         return f"{steps:,} steps, {samples:,} samples in {longest:.1f} s{rate} over {len(self.standings)} workers"
@@ -55,7 +56,7 @@ class Board:
     def _note(self, standing: Standing, row: Row) -> None:
         kind = row.get("event")
         if kind == "join":
-            self._events_started(standing)
+            self._begin(standing)
         elif kind == "progress":
             gone = row["elapsed"] - standing.elapsed_s
             if gone > 0:
@@ -71,8 +72,10 @@ class Board:
         elif kind == "failed":
             self.exit_code = self.exit_code or row["exit_code"]
 
-    def _events_started(self, standing: Standing) -> None:
+    def _begin(self, standing: Standing) -> None:
         """A worker has joined, for the first time or again: its own counts begin at zero."""
         standing.state = "training"
+        self._steps_before += standing.step
+        self._samples_before += standing.samples
         standing.step = standing.samples = 0
         standing.elapsed_s = 0.0

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -29,7 +29,8 @@ class View(AbstractContextManager["View"]):
 
     def error(self, text: str) -> None:
         """Tell what went wrong."""
-        self._errors.print(Text(f"maniple: {text}"))
+        with suppress(OSError):
+            self._errors.print(Text(f"maniple: {text}"))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,7 +73,8 @@ class Rows(View):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        with suppress(OSError):
+            self._live.stop()
 
     def show(self, board: Board, printed: list[tuple[int, str]]) -> None:
         for rank, line in printed:

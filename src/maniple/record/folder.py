@@ -8,6 +8,7 @@ runs/last -> <name>
 """
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class Folder:
             (folder.path / part).mkdir()
         _point(root / "last", name)
         return folder
+
+    def discard(self) -> None:
+        """Remove the folder of a run that could not begin."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def center(self) -> Path:

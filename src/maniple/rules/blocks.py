@@ -1,16 +1,20 @@
 """The kernels in NumPy, in blocks that stay in cache, without model-sized temporaries. Twin of `fused`."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from maniple.contracts import Array
 
-BLOCK = 1 << 15  # elements: a block of replica, center and scratch together fit the second-level cache
+BLOCK = 1 << 16  # elements: a block of replica, center and scratch together fit the second-level cache
+
+_QUIET = np.errstate(all="ignore")  # what is not finite is looked for, not warned of
 
 Mix = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
 
+@_QUIET
 def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool:
     """`d = x - c; x -= alpha_worker d; c += alpha_center d`."""
     clean = True
@@ -18,8 +22,7 @@ def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> boo
     scratch = np.empty(min(BLOCK, x.size), x.dtype)
     for a, b, _ in _blocks(x, c, None):
         d = scratch[: a.size]
-        with np.errstate(all="ignore"):
-            np.subtract(a, b, out=d)
+        np.subtract(a, b, out=d)
         if not _all_finite(d):
             clean = False
             bad = ~np.isfinite(d)
@@ -36,6 +39,7 @@ def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> boo
     return clean
 
 
+@_QUIET
 def blend(x: Array, c: Array, alpha: float, beta: float) -> bool:
     """`c = alpha c + beta x; x = c`."""
     clean = True
@@ -43,31 +47,31 @@ def blend(x: Array, c: Array, alpha: float, beta: float) -> bool:
     scratch = np.empty(min(BLOCK, x.size), x.dtype)
     for a, b, _ in _blocks(x, c, None):
         new = scratch[: a.size]
-        with np.errstate(all="ignore"):
-            np.multiply(b, real(alpha), out=new)
-            a *= real(beta)
-            new += a
+        np.multiply(b, real(alpha), out=new)
+        a *= real(beta)
+        new += a
         clean &= _commit(new, b)
         a[:] = b
     return clean
 
 
+@_QUIET
 def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
     """`c += scale (x - old); x = c; old = c`."""
     clean = True
     real = x.dtype.type
     for a, b, o in _blocks(x, c, old):
         assert o is not None
-        with np.errstate(all="ignore"):
-            np.subtract(a, o, out=o)
-            o *= real(scale)
-            o += b
+        np.subtract(a, o, out=o)
+        o *= real(scale)
+        o += b
         clean &= _commit(o, b)
         a[:] = b
         o[:] = b
     return clean
 
 
+@_QUIET
 def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
     """Apply `new_x, new_c = mix(x, c, memory)` block by block."""
     clean = True
@@ -93,8 +97,7 @@ def _blocks(x: Array, c: Array, memory: Array | None) -> Iterator[tuple[Array, A
 
 def _all_finite(values: Array) -> bool:
     # The sum is one fast pass and settles almost every case; it may overflow though all terms are finite.
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(values.sum())) or bool(np.isfinite(values).all())
+    return math.isfinite(values.sum()) or bool(np.isfinite(values).all())
 
 
 def _commit(new: Array, c: Array) -> bool:

@@ -1,9 +1,8 @@
 """Fused kernels: one pass over memory, compiled by numba and cached on disk. Twin of `blocks`.
 
 The guard against non-finite values rides in the same pass: a proposed value `v` is finite exactly when
-`v - v` is 0, and the sum of those differences tells at the end whether all were. Only that sum may be
-reordered by the compiler (`_add`), so that it can use whole vector registers; every other operation is
-rounded as written, which keeps the results bit-equal to `blocks`.
+`v - v` is 0 (values are selected by it, not branched on), and the sum of those differences tells at the end
+whether all were.
 """
 
 from typing import Any
@@ -12,26 +11,22 @@ import numba
 
 from maniple.contracts import Array
 
-_compiled: Any = numba.njit(cache=True, error_model="numpy")
-
-
-@numba.njit(cache=True, fastmath={"reassoc"})
-def _add(a: Any, b: Any) -> Any:
-    return a + b
+# Of fast maths only the reordering of the sum `doubt`, the one sum there is, so that it fits vector registers:
+# every other operation is rounded as written, and the results are bit-equal to those of `blocks`.
+_compiled: Any = numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
 
 
 @_compiled
 def _elastic(x: Any, c: Any, alpha_center: Any, alpha_worker: Any, zero: Any) -> Any:
     doubt = zero
     for i in range(x.size):
-        d = x[i] - c[i]
+        old_x, old_c = x[i], c[i]
+        d = old_x - old_c
         test = d - d
-        doubt = _add(doubt, test)
-        if test == zero:
-            x[i] -= alpha_worker * d
-            c[i] += alpha_center * d
-        else:
-            x[i] = c[i]
+        doubt += test
+        new_x, new_c = old_x - alpha_worker * d, old_c + alpha_center * d
+        x[i] = new_x if test == zero else old_c
+        c[i] = new_c if test == zero else old_c
     return doubt
 
 
@@ -39,12 +34,13 @@ def _elastic(x: Any, c: Any, alpha_center: Any, alpha_worker: Any, zero: Any) ->
 def _blend(x: Any, c: Any, alpha: Any, beta: Any, zero: Any) -> Any:
     doubt = zero
     for i in range(x.size):
-        new = alpha * c[i] + beta * x[i]
+        old_c = c[i]
+        new = alpha * old_c + beta * x[i]
         test = new - new
-        doubt = _add(doubt, test)
-        if test == zero:
-            c[i] = new
-        x[i] = c[i]
+        doubt += test
+        new = new if test == zero else old_c
+        c[i] = new
+        x[i] = new
     return doubt
 
 
@@ -52,13 +48,14 @@ def _blend(x: Any, c: Any, alpha: Any, beta: Any, zero: Any) -> Any:
 def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
     doubt = zero
     for i in range(x.size):
-        new = c[i] + scale * (x[i] - old[i])
+        old_c = c[i]
+        new = old_c + scale * (x[i] - old[i])
         test = new - new
-        doubt = _add(doubt, test)
-        if test == zero:
-            c[i] = new
-        x[i] = c[i]
-        old[i] = c[i]
+        doubt += test
+        new = new if test == zero else old_c
+        c[i] = new
+        x[i] = new
+        old[i] = new
     return doubt
 
 

@@ -3,11 +3,13 @@
 import functools
 import importlib
 import importlib.util
+import warnings
 from typing import Protocol, cast
 
 import numpy as np
 
 from maniple.contracts import Array
+from maniple.rules import blocks
 
 
 class Kernels(Protocol):
@@ -25,8 +27,13 @@ class Kernels(Protocol):
 @functools.cache
 def kernels() -> Kernels:
     """The fastest kernels that this installation has."""
-    kind = "fused" if importlib.util.find_spec("numba") else "blocks"
-    return cast(Kernels, importlib.import_module(f"maniple.rules.{kind}"))
+    if importlib.util.find_spec("numba") is None:
+        return cast(Kernels, blocks)
+    try:
+        return cast(Kernels, importlib.import_module("maniple.rules.fused"))
+    except (ImportError, RuntimeError) as error:  # a broken install, or nowhere to keep the compiled code
+        warnings.warn(f"numba is installed but cannot be used ({error}); exchanges run in NumPy, slower", stacklevel=2)
+        return cast(Kernels, blocks)
 
 
 def warm_up(dtypes: list[str]) -> None:

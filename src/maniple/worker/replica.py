@@ -16,6 +16,7 @@ from maniple.record import Events
 from maniple.rules import Rule
 
 _REFUSALS = 3  # so many exchanges in a row with non-finite values end the worker
+_LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
 _PROGRESS_S = 0.5  # how often a row tells how far this worker is
 
 
@@ -98,7 +99,7 @@ class Replica:
     def push(self) -> None:
         """Set the center to the replica, whole; values that are not finite are refused."""
         if self._center is not None:
-            self._timed("push", self._center.push, self._model)
+            self._timed("push", self._center.push, self._model, self._remember)
 
     @contextmanager
     def center(self) -> Generator[None]:
@@ -108,9 +109,21 @@ class Replica:
             return
         if self._is_center:
             raise InvalidArgument("`with replica.center():` stands inside another one. Leave the outer one first.")
+        center, behind = self._center, 0
+
+        def look(_: int, value: Array) -> None:
+            nonlocal behind
+            behind += value.nbytes
+            if behind > _LEAN_BYTES:
+                center.release()
+                behind = 0
+
+        # Own values and the center's are never resident in full beside the model's at the same time.
+        center.release()
         own = self._layout.views(self._layout.allocate())
         self._copy(into=own)
-        self._center.pull(self._model)
+        center.pull(self._model, look)
+        center.release()
         self._is_center = True
         try:
             yield
@@ -170,7 +183,7 @@ class Replica:
             raise Diverged(
                 f"this worker offered non-finite values {self._refusals} exchanges in a row "
                 f"(limit {_REFUSALS}), first in {first!r}; the center refused them and is unharmed. "
-                "Lower the learning rate or clip gradients; with --restarts the worker would begin again from the center."
+                "Lower the learning rate or clip gradients; with --restarts the worker begins again from the center."
             )
         warnings.warn(
             f"the center refused non-finite values of {first!r} "

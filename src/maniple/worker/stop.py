@@ -19,5 +19,7 @@ class StopAfter:
         self.total_duration = total_duration
         self._end = time.monotonic() + total_duration
 
-    def __bool__(self) -> bool:
+    @property
+    def is_due(self) -> bool:
+        """The time is over."""
         return time.monotonic() >= self._end

@@ -89,7 +89,7 @@ class Worker:
     @property
     def should_stop(self) -> bool:
         """It is time for this worker to end its loop."""
-        return self._stop is not None and bool(self._stop)
+        return self._stop is not None and self._stop.is_due
 
     def share(
         self,
@@ -121,7 +121,7 @@ class Worker:
         """
         if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
-        self._stop = stop or self._stop
+        self._stop = self._stop if stop is None else stop
         asked = self._place
         rule = _settled("rule", rule, parse_rule(asked.rule) if asked.rule else None, EASGD())
         pace = _settled("pace", pace, parse_pace(asked.pace) if asked.pace else None, Every(rule.every))

@@ -1,0 +1,84 @@
+"""How fast is an EASGD exchange in shared memory, compared with what the memory allows?
+
+One worker exchanges a vector of 4, 40 and 400 MB with a center in /dev/shm, by the same call that training
+uses: locks, versions, the guard against non-finite values. In the same run, in turn with it: a plain copy of the vector
+(memcpy), the bare kernel (compiled, no lock, no guard) on the same pages, and the blockwise NumPy kernel.
+GB/s is bytes of the vector per second.
+
+    python benchmarks/exchange.py [--sizes 4 40 400] [--parameters 8]
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from maniple.adapters import adapt
+from maniple.center import Segment, Shared
+from maniple.contracts import Moment
+from maniple.place import shared_memory
+from maniple.rules import EASGD, blocks
+from measure import interleave, report
+
+ALPHA = 0.3
+
+
+@numba.njit
+def bare(x, c, alpha):
+    """The exchange and nothing else: no guard, no lock."""
+    for i in range(x.size):
+        d = alpha * (x[i] - c[i])
+        x[i] -= d
+        c[i] += d
+
+
+def measure(megabytes: float, parameters: int, repeats: int) -> dict:
+    """One row: every contestant on vectors of one size, split into so many parameters."""
+    size = int(megabytes * 1e6 / 4)
+    rng = np.random.default_rng(1)
+    flat = rng.random(size, np.float32)
+    model = {f"p{i}": part for i, part in enumerate(np.array_split(flat, parameters))}
+    other = rng.random(size, np.float32)
+    with tempfile.TemporaryDirectory() as run:
+        segment = Segment.create(shared_memory(), f"benchmark-{megabytes:g}", Path(run))
+        try:
+            adapter = adapt(model)
+            center, _ = Shared.open_or_create(segment, "center-0", adapter, rank=0)
+            segment.mark(0, 1)
+            moment, rule, alpha = Moment(), EASGD(ALPHA), np.float32(ALPHA)
+            pairs = [(adapter.array(i), center.array(i)) for i in range(parameters)]
+            seconds = interleave(
+                {
+                    "memcpy": lambda: np.copyto(other, flat),
+                    "bare kernel": lambda: [bare(x, c, alpha) for x, c in pairs],
+                    "exchange": lambda: center.exchange(adapter, rule, None, moment),
+                    "NumPy blocks": lambda: [blocks.elastic(x, c, ALPHA, ALPHA) for x, c in pairs],
+                },
+                repeats,
+            )
+            center.close()
+        finally:
+            segment.remove()
+    speed = {name: megabytes / 1e3 / value for name, value in seconds.items()}
+    return {
+        "MB": megabytes,
+        **{f"{name} GB/s": value for name, value in speed.items()},
+        "exchange / bare": speed["exchange"] / speed["bare kernel"],
+        "exchange / NumPy": speed["exchange"] / speed["NumPy blocks"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[4, 40, 400], help="megabytes")
+    parser.add_argument("--parameters", type=int, default=8, help="parameters that the vector is split into")
+    parser.add_argument("--repeats", type=int, default=31)
+    options = parser.parse_args()
+    rows = [measure(size, options.parameters, options.repeats) for size in options.sizes]
+    report("exchange", "EASGD exchange in shared memory, one worker", rows, parameters=options.parameters)
+
+
+if __name__ == "__main__":
+    main()

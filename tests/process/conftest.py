@@ -1,0 +1,123 @@
+"""Real runs: the command `maniple`, in a folder of its own, on scripts written by the tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maniple.record import Row, read_events
+
+MANIPLE = Path(sys.executable).with_name("maniple")
+
+
+class Run:
+    """One call of `maniple run`, going on or ended."""
+
+    def __init__(self, folder: Path, name: str, command: list[str], env: dict[str, str]) -> None:
+        self.folder = folder / "runs" / name
+        self.output = ""
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """Until it ends; its exit code."""
+        try:
+            self.output += self.process.communicate(timeout=timeout_s)[0] or ""
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return self.process.returncode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.output += self.process.communicate(timeout=30)[0] or ""
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def events(self, who: int | str, event: str | None = None) -> list[Row]:
+        """The rows of worker `who` or of the host, of one kind or all."""
+        name = f"worker-{who}" if isinstance(who, int) else who
+        path = self.folder / "events" / f"{name}.jsonl"
+        rows = read_events(path) if path.exists() else []
+        return [row for row in rows if event is None or row["event"] == event]
+
+    def await_event(self, who: int | str, event: str, *, count: int = 1, timeout_s: float = 30) -> list[Row]:
+        """Until there are `count` rows of that kind."""
+        return await_(lambda: rows if len(rows := self.events(who, event)) >= count else None, timeout_s)
+
+    def pid(self, rank: int) -> int:
+        """The newest process of worker `rank` that has joined."""
+        return self.await_event(rank, "join")[-1]["pid"]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run.json").read_text())
+
+    @property
+    def center(self) -> dict[str, np.ndarray]:
+        return load_file(self.folder / "center" / "center-0.safetensors")
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"worker-{rank}.log").read_text()
+
+
+def await_(look: Callable[[], Any], timeout_s: float = 30) -> Any:
+    """Look until something true is seen."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if seen := look():
+            return seen
+        time.sleep(0.02)
+    raise AssertionError(f"not seen within {timeout_s} s")
+
+
+def is_gone(pid: int) -> bool:
+    """No such process, or a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start `maniple run` with a script; its options come before, its arguments after."""
+    runs: list[Run] = []
+
+    def start(script: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Run:
+        name = f"run{len(runs)}"
+        path = tmp_path / f"script{len(runs)}.py"
+        path.write_text(textwrap.dedent(script))
+        command = [str(MANIPLE), "run", "--name", name, *options, path.name, *args]
+        runs.append(Run(tmp_path, name, command, env or {}))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.signal(signal.SIGTERM)
+            run.wait(20)
+
+
+@pytest.fixture
+def run(start: Callable[..., Run]) -> Callable[..., Run]:
+    """Like `start`, and wait for the end."""
+
+    def run(script: str, *options: str, timeout_s: float = 60, **rest: Any) -> Run:
+        going = start(script, *options, **rest)
+        going.wait(timeout_s)
+        return going
+
+    return run

@@ -1,0 +1,113 @@
+"""Workers that die: the others go on, the dead come back from the center, no lock is stuck."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+
+from .conftest import await_, is_gone
+
+TRAINING = """
+    import pathlib, sys, time, numpy as np, maniple
+    worker = maniple.join()
+    params = {f"w{i}": np.zeros(20_000, "f4") for i in range(5)}
+    replica = worker.share(params, rule=maniple.EASGD(), pace=maniple.Every(5))
+    while not pathlib.Path("stop").exists():
+        for value in params.values():
+            value += 0.1 * (1 - value)
+        replica.step()
+        time.sleep(0.002)
+"""
+
+
+def test_a_killed_worker_without_restarts_ends_the_run(start):
+    going = start(TRAINING, "-n", "2")
+    going.await_event(1, "exchange")
+    os.kill(going.pid(1), signal.SIGKILL)
+    assert going.wait(20) == 1
+    assert "worker 1 was killed by SIGKILL, so the run ends" in going.output
+
+
+def test_a_killed_worker_comes_back_from_the_center(start, tmp_path):
+    going = start(TRAINING, "-n", "2", "--restarts", "1")
+    going.await_event(0, "exchange", count=10)
+    going.await_event(1, "exchange", count=10)
+    victim = going.pid(1)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.time()
+    second = going.await_event(1, "join", count=2)[-1]
+    assert second["restarts"] == 1
+    assert second["pid"] != victim
+    back = going.await_event(1, "share", count=2)[-1]
+    assert not back["created"]
+    started = going.events("host", "started")[-1]["timestamp"]
+    await_(lambda: any(row["timestamp"] > started for row in going.events(1, "exchange")))
+    (tmp_path / "stop").touch()
+    assert going.wait() == 0, going.output
+    assert "worker 1 was killed by SIGKILL: restart 1 of 1" in going.output
+    first = next(row["timestamp"] for row in going.events(1, "exchange") if row["timestamp"] > started)
+    assert first - started < 5, "contributing within 5 s of its start"
+    assert next(r["timestamp"] for r in going.events(0, "exchange") if r["timestamp"] > killed) - killed < 2
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_run(run):
+    done = run("import maniple; maniple.join(); raise RuntimeError('always')", "-n", "1", "--restarts", "2")
+    assert done.process.returncode == 1
+    assert "after 2 restarts" in done.output
+    assert len(done.events(0, "join")) == 3
+
+
+def test_eight_workers_survive_a_kill_every_second(start, tmp_path):
+    """20 s, one of 8 workers killed each second at a random instant: every survivor exchanges again within 2 s."""
+    going = start(TRAINING, "-n", "8", "--restarts", "20")
+    for rank in range(8):
+        going.await_event(rank, "exchange")
+    rng = random.Random(1)
+    kills: list[tuple[float, int]] = []
+    for _ in range(20):
+        time.sleep(1 + rng.random() * 0.05)
+        rank = rng.choice([rank for rank in range(8) if not is_gone(going.pid(rank))])
+        os.kill(going.pid(rank), signal.SIGKILL)
+        kills.append((time.time(), rank))
+    time.sleep(2)
+    (tmp_path / "stop").touch()
+    assert going.wait(100) == 0, going.output
+    assert going.output.count("was killed by SIGKILL: restart") == 20
+    center = going.center
+    assert all(np.isfinite(value).all() for value in center.values())
+    assert all(np.allclose(value, 1, atol=0.05) for value in center.values()), "training went on"
+    exchanges = [[row["timestamp"] for row in going.events(rank, "exchange")] for rank in range(8)]
+    for killed, victim in kills:
+        dying = {rank for at, rank in kills if killed - 6 < at < killed + 2}
+        for rank in set(range(8)) - dying - {victim}:
+            following = [at - killed for at in exchanges[rank] if at > killed]
+            assert following and following[0] < 2, f"worker {rank} waited {following[:1]} s after worker {victim} died"
+    assert not any(row["event"] == "failed" for rank in range(8) for row in going.events(rank))
+
+
+def test_a_dead_holder_gives_the_workers_lock_back(run):
+    done = run(
+        """
+        import os, signal, time, maniple
+        worker = maniple.join()
+        if worker.rank == 0 and not int(os.environ["MANIPLE_RESTARTS"]):
+            with worker.lock(timeout_s=1):
+                worker.log(held=True)
+                time.sleep(1.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+        if worker.rank == 1:
+            time.sleep(1.0)
+            try:
+                with worker.lock(timeout_s=0.1): pass
+            except maniple.ManipleError as error:
+                print(error)
+            with worker.lock(timeout_s=10):
+                print("got it")
+        """,
+        "-n", "2", "--restarts", "1",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    assert "for the workers' lock (limit 0.1 s)" in done.log(1)
+    assert "got it" in done.log(1)

@@ -1,0 +1,283 @@
+"""Bad input and bad luck: a clear error, the right exit code, nothing lost, nothing left."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maniple.place import shared_memory
+from tests.conftest import require
+
+from .conftest import MANIPLE, await_, is_gone
+
+TRAINING = """
+    import time, numpy as np, maniple
+    worker = maniple.join()
+    params = {"w": np.zeros(1000)}
+    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
+    for step in range(3000):
+        params["w"] += 1
+        replica.step()
+        time.sleep(0.01)
+"""
+
+
+def refused(*arguments: str, cwd: Path) -> tuple[int, str]:
+    """The exit code and the words of a call that should fail at once."""
+    done = subprocess.run([MANIPLE, "run", *arguments], cwd=cwd, capture_output=True, text=True, timeout=30)
+    assert "Traceback" not in done.stderr
+    assert not (cwd / "runs").exists(), "a run that cannot begin leaves no folder"
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text("import maniple; maniple.join()")
+    return "train.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2", "tarin.py"], ["no script 'tarin.py'", "Did you mean 'train.py'?"]),
+        (["-n", "0", "train.py"], ["0 workers", "1 to 4096"]),
+        (["-n", "-3", "train.py"], ["-3 workers"]),
+        (["-n", "two", "train.py"], ["'two'", "integer"]),
+        (["--rule", "eagsd", "train.py"], ["no rule 'eagsd'", "Did you mean easgd?"]),
+        (["--rule", "easgd:alpha=1.5", "train.py"], ["alpha=1.5", "0 to 1"]),
+        (["--rule", "easgd:alhpa=0.5", "train.py"], ["alhpa", "easgd has alpha"]),
+        (["--rule", "easgd:alpha", "train.py"], ["'alpha'", "has no value"]),
+        (["--every", "0", "train.py"], ["Every(0)", "1 or more"]),
+        (["--maximum-rate", "1.5", "train.py"], ["1.5", "up to 1"]),
+        (["--every", "5", "--maximum-rate", "0.5", "train.py"], ["two paces"]),
+        (["--restarts", "-1", "train.py"], ["--restarts -1", "below 0"]),
+        (["--name", "a/b", "train.py"], ["'a/b'", "cannot name a run"]),
+        (["--wrokers", "2", "train.py"], ["No such option", "--workers"]),
+        ([], ["Missing argument 'SCRIPT'"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(arguments, words, script, tmp_path):
+    code, said = refused(*arguments, cwd=tmp_path)
+    assert code == 2
+    for word in words:
+        assert word in said
+
+
+def test_a_run_never_overwrites_another(run):
+    first = run("import maniple; maniple.join()", "-n", "1")
+    again = subprocess.run(
+        [MANIPLE, "run", "--name", "run0", "script0.py"],
+        cwd=first.folder.parent.parent, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+
+
+def test_a_script_that_raises_ends_the_run_with_its_last_lines(run):
+    done = run(
+        TRAINING.replace("replica.step()", "replica.step()\n        if step == 5 and worker.rank == 1: raise RuntimeError('five')"),
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 1
+    assert "worker 1 ended with exit code 1, so the run ends" in done.output
+    assert "RuntimeError: five" in done.output
+    assert done.description["exit_code"] == 1
+    assert done.events(1, "failed")[0]["error"] == "RuntimeError: five"
+    assert np.isfinite(done.center["w"]).all(), "the center is saved all the same"
+
+
+def test_a_script_that_never_joins_is_told_so(run):
+    done = run("print('I train alone')", "-n", "2")
+    assert done.process.returncode == 1
+    assert "without calling maniple.join()" in done.output
+
+
+def test_workers_with_different_models_are_told_the_parameter(run):
+    done = run(
+        """
+        import time, numpy as np, maniple
+        worker = maniple.join()
+        time.sleep(worker.rank)
+        worker.share({"a": np.zeros(3), "w": np.zeros((5, 2 + worker.rank), "f4")})
+        time.sleep(5)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 1
+    assert "'w' float32[5, 3], but the center has 'w' float32[5, 2]" in done.output
+
+
+def test_rule_of_script_and_command_line_must_agree(run):
+    script = "import numpy as np, maniple; maniple.join().share({'w': np.zeros(3)}, rule=maniple.EASGD(0.5))"
+    done = run(script, "-n", "1", "--rule", "downpour")
+    assert done.process.returncode == 2
+    assert "EASGD(alpha=0.5, center_alpha=None)" in done.output
+    assert "Downpour(compensate=False)" in done.output
+    assert run(script, "-n", "1", "--rule", "easgd:alpha=0.5").process.returncode == 0
+
+
+def test_pace_of_script_and_command_line_must_agree(run):
+    script = "import numpy as np, maniple; maniple.join().share({'w': np.zeros(3)}, pace=maniple.Every(5))"
+    done = run(script, "-n", "1", "--every", "7")
+    assert done.process.returncode == 2
+    assert "Every(5)" in done.output
+    assert "Every(7)" in done.output
+
+
+@pytest.fixture
+def tiny(tmp_path: Path):
+    """Makes file systems in memory, of a few pages."""
+    made: list[Path] = []
+
+    def tiny(name: str, size: str) -> Path:
+        require("root", os.geteuid() == 0, "mounting a small file system needs root")
+        path = tmp_path / name
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True
+        )
+        require("root", done.returncode == 0, f"mount is not allowed here: {done.stderr}")
+        made.append(path)
+        return path
+
+    yield tiny
+    for path in made:
+        subprocess.run(["umount", path], check=True)
+
+
+def test_a_tiny_shared_memory_is_refused_with_the_remedy(run, tiny):
+    memory = tiny("shm", "1m")
+    done = run(TRAINING.replace("1000)", "1000000)"), "-n", "1", env={"MANIPLE_SHM": str(memory)})
+    assert done.process.returncode == 3
+    assert "the center needs 8.0 MB" in done.output
+    assert "remount,size=" in done.output
+    assert list(memory.iterdir()) == []
+
+
+def test_a_full_shared_memory_is_refused_before_the_first_worker(run, tiny):
+    memory = tiny("shm", "16k")
+    (memory / "full").write_bytes(bytes(4096 * 3))
+    done = run(TRAINING, "-n", "1", env={"MANIPLE_SHM": str(memory)})
+    assert done.process.returncode == 3
+    assert "refuses the run's shared memory" in done.output
+    assert not done.folder.exists()
+
+
+def test_a_center_that_cannot_be_saved_is_kept_and_saved_by_the_next_run(run, tiny, tmp_path):
+    disk, memory = tiny("disk", "512k"), tiny("shm", "64m")
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        replica = worker.share({"w": np.arange(200_000.0)})
+    """
+    done = run(script, "-n", "1", "--runs", str(disk), env={"MANIPLE_SHM": str(memory)})
+    assert done.process.returncode == 3
+    assert "the center could not be saved" in done.output
+    (kept,) = memory.iterdir()
+    subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)
+    again = run("import maniple; maniple.join()", "-n", "1", env={"MANIPLE_SHM": str(memory)})
+    assert f"had left {kept.name} in memory: saved and removed" in again.output
+    assert list(memory.iterdir()) == []
+    done.folder = disk / "run0"
+    assert np.array_equal(done.center["w"], np.arange(200_000.0))
+
+
+def test_ctrl_c_ends_all_and_saves_the_center(start):
+    going = start(TRAINING, "-n", "3")
+    for rank in range(3):
+        going.await_event(rank, "exchange", count=5)
+    begin = time.monotonic()
+    going.signal(signal.SIGINT)
+    assert going.wait(20) == 130
+    assert time.monotonic() - begin < 5
+    assert "interrupted" in going.output
+    steps = sum(going.events(rank, "exchange")[-1]["step"] for rank in range(3))
+    assert going.center["w"].tolist() == [steps] * 1000, "each worker made its last exchange before it left"
+    assert all(going.events(rank, "leave") for rank in range(3))
+
+
+def test_ctrl_c_ends_also_workers_that_do_not_listen(start):
+    going = start(
+        """
+        import signal, subprocess, time, maniple
+        worker = maniple.join()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "100"])
+        worker.log(child=child.pid)
+        while True:
+            time.sleep(1)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    children = [going.await_event(rank, "log")[0]["child"] for rank in range(2)]
+    begin = time.monotonic()
+    going.signal(signal.SIGINT)
+    assert going.wait(20) == 130
+    assert time.monotonic() - begin < 5
+    for child in children:
+        await_(lambda child=child: is_gone(child), 3)
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_next_run_saves_its_center(start, run):
+    going = start(TRAINING, "-n", "2")
+    for rank in range(2):
+        going.await_event(rank, "exchange", count=5)
+    pids = [going.pid(rank) for rank in range(2)]
+    going.kill()
+    for pid in pids:
+        await_(lambda pid=pid: is_gone(pid), 3)
+    segment = f"maniple-{going.description['lineage']}"
+    memory = shared_memory()
+    assert (memory / segment).exists()
+    again = run("import maniple; maniple.join()", "-n", "1")
+    assert f"had left {segment} in memory: saved and removed" in again.output
+    assert not (memory / segment).exists()
+    done = sum(going.events(rank, "exchange")[-1]["step"] for rank in range(2))
+    assert done <= going.center["w"].max() <= done + 2, "what was exchanged is there; two exchanges may lack their row"
+
+
+def test_a_diverged_worker_cannot_poison_the_center(run):
+    done = run(
+        """
+        import time, numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.ones(1000), "v": np.ones(10)}
+        replica = worker.share(params, rule=maniple.EASGD(0.5), pace=maniple.Every(1))
+        for step in range(100):
+            if worker.rank == 0:
+                params["w"][step % 1000] = (np.nan, np.inf, -np.inf)[step % 3]
+            replica.step()
+            time.sleep(0.01)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 1
+    assert "Diverged: this worker offered non-finite values 3 exchanges in a row" in done.output
+    assert done.events(0, "exchange")[0]["refused"] == ["w"]
+    assert np.array_equal(done.center["w"], np.ones(1000))
+
+
+def test_training_inside_the_center_block_is_an_error(run):
+    done = run(
+        """
+        import numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.zeros(3)}
+        replica = worker.share(params)
+        params["w"] += 1
+        with replica.center():
+            assert params["w"].tolist() == [0, 0, 0]
+            params["w"] += 5
+        assert params["w"].tolist() == [1, 1, 1]
+        with replica.center():
+            replica.step()
+        """,
+        "-n", "1",
+    )  # fmt: skip
+    assert done.process.returncode == 2
+    assert "inside `with replica.center():`" in done.output

@@ -1,0 +1,10 @@
+"""`import maniple` stays light."""
+
+import subprocess
+import sys
+
+
+def test_importing_maniple_imports_no_framework_compiler_or_terminal():
+    code = "import sys, maniple; print(sorted({'torch', 'numba', 'rich', 'click', 'safetensors'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

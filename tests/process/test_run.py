@@ -1,0 +1,263 @@
+"""`maniple run`: workers start together, share one center, and leave a run folder that tells all."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from .conftest import MANIPLE
+
+COUNTING = """
+    import numpy as np, maniple
+    worker = maniple.join()
+    params = {"w": np.zeros(1000)}
+    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(3))
+    for step in range(100):
+        params["w"] += 1 + worker.rank
+        replica.samples = 8
+        replica.step()
+        if step % 10 == 0:
+            worker.log(loss=1.0 / (step + 1), note="ten")
+"""
+
+
+def test_all_workers_steps_add_up_in_the_center(run):
+    done = run(COUNTING, "-n", "3")
+    assert done.process.returncode == 0, done.output
+    # 100 steps each of 1, 2 and 3: also the last one, which came after the last due exchange, is in
+    assert np.array_equal(done.center["w"], np.full(1000, 100.0 * (1 + 2 + 3)))
+
+
+def test_the_run_folder_tells_what_happened(run):
+    done = run(COUNTING, "-n", "2", args=("--anything", "7"))
+    about = done.description
+    assert about["asked"]["workers"] == 2
+    assert about["asked"]["args"] == ["--anything", "7"]
+    assert about["exit_code"] == 0
+    assert about["lineage"]
+    assert about["versions"]["numpy"] == np.__version__
+    assert (done.folder.parent / "last").resolve() == done.folder.resolve()
+    for rank in (0, 1):
+        rows = done.events(rank)
+        assert all({"timestamp", "datestamp", "worker"} <= row.keys() for row in rows)
+        exchanges = done.events(rank, "exchange")
+        assert len(exchanges) == 34  # every 3 of 100 steps, and the last one on leaving
+        for row in exchanges:
+            assert (
+                row["end"] - row["start"] == row["duration"] or abs(row["end"] - row["start"] - row["duration"]) < 1e-5
+            )
+            assert row["bytes"] == 2 * 8 * 1000
+            assert row["staleness"] >= 0
+        assert [row["event"] for row in rows][-1] == "leave"
+        assert len(done.events(rank, "log")) == 10
+        assert done.events(rank, "progress")[-1]["samples"] == 800
+
+
+def test_workers_know_their_place_and_have_arguments_of_their_own(run):
+    done = run(
+        """
+        import os, sys, maniple
+        worker = maniple.join()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        print(worker.rank, worker.world, worker.local_rank, worker.local_world, worker.device, worker.seed,
+              [os.environ[n] for n in names], sys.argv[1:])
+        """,
+        "-n", "2", "--devices", "cuda:0,cuda:1",
+        args=("--part", "{rank}-of-{world}", "{other}"),
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    lines = [done.log(rank) for rank in (0, 1)]
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"{rank} 2 {rank} 2 cuda:{rank} ")
+        assert f"['{rank}', '2', '{rank}', '2'] ['--part', '{rank}-of-2', '{{other}}']" in line
+        assert f"W{rank} | {line.strip()}" in done.output
+    assert lines[0].split()[5] != lines[1].split()[5], "seeds must differ"
+
+
+def test_cores_and_threads_are_divided(run):
+    script = """
+        import os, maniple
+        maniple.join()
+        print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"])
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    two = run(script, "-n", "2")
+    if len(cores) >= 2:
+        sets = [set(eval(two.log(rank).partition("]")[0] + "]")) for rank in (0, 1)]
+        assert not sets[0] & sets[1]
+        assert two.log(0).split()[-1] == str(len(cores) // 2)
+    many = run(script, "-n", str(len(cores) + 1))
+    assert many.log(0).strip() == f"{cores} 1"
+    own = run(script, "-n", "2", "--no-bind", env={"OMP_NUM_THREADS": "5"})
+    assert own.log(0).strip() == f"{cores} 5"
+
+
+def test_workers_really_run_at_the_same_time(run):
+    done = run(
+        """
+        import time, maniple
+        worker = maniple.join()
+        worker.log(at=time.time())
+        time.sleep(1.0)
+        worker.log(at=time.time())
+        """,
+        "-n", "3",
+    )  # fmt: skip
+    starts, ends = zip(*([row["at"] for row in done.events(rank, "log")] for rank in range(3)), strict=True)
+    assert max(starts) < min(ends)
+
+
+def test_a_late_worker_starts_from_the_center(run):
+    done = run(
+        """
+        import time, numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.full(4, float(worker.rank))}
+        if worker.rank == 1:
+            time.sleep(1.5)
+        replica = worker.share(params, rule=maniple.ASGD(0, 1))
+        if worker.rank == 0:
+            params["w"][:] = 42
+            replica.exchange()
+            time.sleep(2)
+        print(params["w"][0])
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.log(1).strip() == "42.0", done.output
+
+
+def test_two_models_of_one_worker_have_two_centers(run):
+    done = run(
+        """
+        import numpy as np, maniple
+        worker = maniple.join()
+        one = worker.share({"a": np.ones(3)})
+        two = worker.share({"b": np.full(2, 2.0)})
+        one.exchange(), two.exchange()
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    assert {path.name for path in (done.folder / "center").glob("*.safetensors")} == {
+        "center-0.safetensors",
+        "center-1.safetensors",
+    }
+
+
+def test_the_command_line_chooses_rule_and_pace(run):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.zeros(3)}
+        replica = worker.share(params)
+        for _ in range(10):
+            params["w"] += 1
+            replica.step()
+    """
+    done = run(script, "-n", "1", "--rule", "downpour", "--every", "2")
+    (share,) = done.events(0, "share")
+    assert (share["rule"], share["pace"]) == ("Downpour(compensate=False)", "Every(2)")
+    assert len(done.events(0, "exchange")) == 5
+    assert done.center["w"].tolist() == [10.0] * 3
+    limited = run(script, "-n", "1", "--rule", "easgd:alpha=0.25", "--maximum-rate", "0.1")
+    (share,) = limited.events(0, "share")
+    assert (share["rule"], share["pace"]) == ("EASGD(alpha=0.25, center_alpha=None)", "RateLimit(0.1)")
+
+
+def test_stop_after_ends_a_worker_with_its_last_exchange_done(run):
+    done = run(
+        """
+        import time, numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.zeros(1)}
+        replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1000000),
+                               stop=maniple.StopAfter(total_duration=1.0))
+        steps = 0
+        while steps < 100000 and not worker.should_stop:
+            for _ in worker.sampler(range(1000)):
+                params["w"] += 1; steps += 1
+                replica.step(); time.sleep(0.002)
+        print(steps)
+        """,
+        "-n", "1",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    steps = int(done.log(0))
+    assert 10 < steps < 1000
+    assert done.center["w"].tolist() == [steps]
+    begin, end = done.events(0, "join")[0]["timestamp"], done.events(0, "leave")[0]["timestamp"]
+    assert 1 <= end - begin < 10
+
+
+def test_output_is_plain_lines_without_a_terminal_and_nothing_when_quiet(run):
+    script = "import maniple; maniple.join(); print('hello')"
+    loud, quiet = run(script, "-n", "2"), run(script, "-n", "2", "--quiet")
+    assert "W0 | hello" in loud.output
+    assert "W1 | hello" in loud.output
+    assert "\x1b" not in loud.output
+    assert quiet.output == ""
+    assert quiet.log(1) == "hello\n"
+
+
+def test_a_terminal_shows_one_line_per_worker(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, numpy as np, maniple\n"
+        "worker = maniple.join(); params = {'w': np.zeros(9)}; replica = worker.share(params)\n"
+        "for step in range(60):\n"
+        "    replica.samples = 4; replica.step(); worker.log(loss=0.125); time.sleep(0.02)\n"
+    )
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(
+        [str(MANIPLE), "run", "-n", "2", str(script)], cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # the other side has closed
+        pass
+    os.close(ours)
+    assert process.wait(30) == 0
+    text = shown.decode()
+    for part in ("W0", "W1", "samples/s", "0.125", "training", "done"):
+        assert part in text, part
+
+
+def test_a_closed_output_does_not_end_the_training(start, tmp_path):
+    going = start(
+        """
+        import time, maniple
+        worker = maniple.join()
+        for i in range(20):
+            print(i); time.sleep(0.05)
+        worker.log(finished=True)
+        """,
+        "-n", "1",
+    )  # fmt: skip
+    going.await_event(0, "join")
+    going.process.stdout.close()  # as `| head` does
+    assert going.process.wait(30) == 0
+    assert going.events(0, "log")[-1]["finished"] is True
+
+
+def test_without_the_launcher_the_script_is_a_world_of_one(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import numpy as np, maniple\n"
+        "worker = maniple.join(); params = {'w': np.zeros(3)}\n"
+        "replica = worker.share(params, rule=maniple.Downpour())\n"
+        "for _ in range(25): params['w'] += 1; replica.step()\n"
+        "replica.exchange(); replica.pull(); replica.push(); worker.log(loss=1)\n"
+        "with worker.lock(1), replica.center(): print(params['w'].tolist(), worker.rank, worker.world, worker.device)\n"
+        "print(sorted(worker.sampler(range(5))), worker.should_stop)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[25.0, 25.0, 25.0] 0 1 cpu\n[0, 1, 2, 3, 4] False\n", done.stderr
+    assert list(tmp_path.iterdir()) == [script], "alone, nothing is written"

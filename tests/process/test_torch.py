@@ -1,0 +1,114 @@
+"""A torch script under `maniple run`: the loop stays as it was, and so do its results where the algebra says so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+TRAINING = """
+    import hashlib, json, resource, sys, torch, maniple
+    from torch import nn
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(400, 20), torch.randint(0, 3, (400,)))
+    worker = maniple.join()
+    replica = worker.share(model, optimizer, rule=RULE, pace=maniple.Every(2))
+    torch.manual_seed(2)
+    for epoch in range(3):
+        for x, y in torch.utils.data.DataLoader(data, batch_size=40, sampler=worker.sampler(data), num_workers=LOADERS):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            worker.log(loss=loss)
+    values = torch.cat([p.detach().flatten() for p in model.state_dict().values()]).double()
+    print("RESULT", hashlib.sha256(values.numpy().tobytes()).hexdigest(), values.abs().sum().item())
+"""
+
+
+def script(rule: str, loaders: int = 0) -> str:
+    return TRAINING.replace("RULE", rule).replace("LOADERS", str(loaders))
+
+
+def result(text: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith("RESULT")]
+    return line.split()[1:]
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    """The same script without a launcher."""
+
+    def alone(text: str) -> list[str]:
+        import textwrap
+
+        path = tmp_path / "alone.py"
+        path.write_text(textwrap.dedent(text))
+        done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return result(done.stdout)
+
+    return alone
+
+
+def test_one_worker_that_never_moves_equals_plain_training_bit_for_bit(run, alone):
+    text = script("maniple.EASGD(0.0)")
+    done = run(text, "-n", "1", env={"OMP_NUM_THREADS": "1"})
+    assert done.process.returncode == 0, done.output
+    assert result(done.log(0))[0] == alone(text)[0]
+
+
+def test_one_worker_under_downpour_equals_plain_training_to_rounding(run, alone):
+    text = script("maniple.Downpour()")
+    done = run(text, "-n", "1", env={"OMP_NUM_THREADS": "1"})
+    assert float(result(done.log(0))[1]) == pytest.approx(float(alone(text)[1]), rel=1e-5)
+
+
+def test_two_workers_with_data_loader_processes_share_one_model(run):
+    done = run(script("maniple.EASGD()", loaders=1), "-n", "2", timeout_s=100)
+    assert done.process.returncode == 0, done.output
+    center = done.center
+    assert set(center) == {
+        "0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "3.weight", "3.bias",
+    }  # fmt: skip
+    assert all(np.isfinite(value).all() for value in center.values())
+    for rank in (0, 1):
+        # half of 400 samples in batches of 40, 3 times; an exchange every 2 steps and one for the last step
+        assert done.events(rank, "progress")[-1]["samples"] == 600
+        assert len(done.events(rank, "exchange")) == 8
+        losses = [row["loss"] for row in done.events(rank, "log")]
+        assert len(losses) == 15
+        assert all(isinstance(loss, float) for loss in losses)
+
+
+def test_a_worker_needs_at_most_twice_the_model_more_than_the_plain_script(run, tmp_path):
+    """Peak resident memory, the mapped center included, with training, exchanges and a look at the center."""
+    text = """
+        import json, resource, torch, maniple
+        size = 50_000_000  # 200 MB
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size // 4)) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = maniple.join()
+        replica = worker.share(model, optimizer, rule=maniple.EASGD(), pace=maniple.Every(2))
+        for _ in range(6):
+            for p in model: p.grad = torch.ones_like(p)
+            optimizer.step()
+        LOOK
+        print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    """
+    import textwrap
+
+    path = tmp_path / "plain.py"
+    path.write_text(textwrap.dedent(text).replace("LOOK", ""))
+    plain = json.loads(subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100).stdout)
+    shared = run(text.replace("LOOK", "with replica.center(): pass"), "-n", "1", timeout_s=100)
+    assert shared.process.returncode == 0, shared.output
+    more = json.loads(shared.log(0).splitlines()[-1]) - plain
+    assert more <= 2 * 200e6, f"{more / 1e6:.0f} MB more for a model of 200 MB"
