@@ -9,6 +9,7 @@ GB/s is bytes of the vector per second.
 """
 
 import argparse
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
     model = {f"p{i}": part for i, part in enumerate(np.array_split(flat, parameters))}
     other = rng.random(size, np.float32)
     with tempfile.TemporaryDirectory() as run:
-        segment = Segment.create(shared_memory(), f"benchmark-{megabytes:g}", Path(run))
+        segment = Segment.create(shared_memory(), secrets.token_hex(8), Path(run))
         try:
             adapter = adapt(model)
             center, _ = Shared.open_or_create(segment, "center-0", adapter, rank=0)

@@ -62,6 +62,21 @@ class Layout:
         """One flat view per entry into the vectors `flat`."""
         return [flat[dtype][start:stop] for dtype, start, stop in self.places]
 
+    def is_half(self, i: int) -> bool:
+        """Entry i is kept in half precision by the replicas and in float32 here."""
+        return self.entries[i].dtype != self.places[i][0]
+
+    def round(self, i: int, value: Array) -> None:
+        """Round the flat `value` of entry i, in place, to what a replica can hold."""
+        if self.entries[i].dtype == "float16":
+            with np.errstate(over="ignore"):
+                value[:] = value.astype(np.float16)
+        elif self.entries[i].dtype == "bfloat16":
+            # The upper 16 bits, to nearest and ties to even; what is not finite stays as it is.
+            bits = value.view(np.uint32)
+            rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+            np.copyto(bits, rounded, where=np.isfinite(value))
+
     def require(self, theirs: "Layout", who: str) -> None:
         """Raise LayoutMismatch, naming the first difference, unless `theirs` is the same table."""
         if self.digest == theirs.digest:

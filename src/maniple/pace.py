@@ -77,8 +77,8 @@ class RateLimit:
             )
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise InvalidArgument(f"bytes_per_s={bytes_per_s!r} must be above 0. Leave it out for no such limit.")
-        self.maximum_rate = maximum_rate
-        self.bytes_per_s = bytes_per_s
+        self.maximum_rate = float(maximum_rate)
+        self.bytes_per_s = None if bytes_per_s is None else float(bytes_per_s)
         self._spent_s = 0.0
         self._cost_s = 0.0
         self._sent_bytes = 0
@@ -86,7 +86,8 @@ class RateLimit:
 
     def expect(self, cost_s: float, size_bytes: int) -> None:
         """A first guess, without which the very first exchange would come at once and break the limit."""
-        self._cost_s, self._next_bytes = cost_s, size_bytes
+        if not self._sent_bytes:
+            self._cost_s, self._next_bytes = cost_s, size_bytes
 
     def due(self, steps: int, now: float) -> bool:
         """One more exchange would keep the share."""
@@ -118,6 +119,10 @@ def parse_pace(text: str) -> Pace:
     """The pace that the launcher wrote: `every:10` or `rate:0.25`."""
     kind, _, value = text.partition(":")
     try:
-        return Every(int(value)) if kind == "every" else RateLimit(float(value))
+        if kind == "every":
+            return Every(int(value))
+        if kind == "rate":
+            return RateLimit(float(value))
     except ValueError as error:
         raise InvalidArgument(f"the pace {text!r} cannot be read: {error}") from None
+    raise InvalidArgument(f"the pace {text!r} cannot be read. Write every:10 or rate:0.25.")

@@ -90,7 +90,7 @@ def find(env: Mapping[str, str] = os.environ) -> Place:
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> Path:
     """The folder, held in memory, in which centers are made."""
-    return Path(env.get("MANIPLE_SHM", "/dev/shm"))
+    return Path(env.get("MANIPLE_SHM") or "/dev/shm")
 
 
 def asked_threads(env: Mapping[str, str] = os.environ) -> set[str]:

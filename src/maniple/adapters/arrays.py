@@ -22,6 +22,7 @@ class Arrays:
         self._dtypes: list[tuple[np.dtype[Any], np.dtype[Any]]] = []  # here, and in the flat vector
         self._staged: dict[int, Array] = {}
         seen: set[int] = set()
+        self._keys: list[Any] = []
         for name, value in arrays.items():
             if not isinstance(value, np.ndarray):
                 raise InvalidArgument(
@@ -32,6 +33,7 @@ class Arrays:
                 seen.add(id(value))
                 entry = Entry(str(name), value.shape, str(value.dtype))
                 self.entries.append(entry)
+                self._keys.append(name)
                 self._dtypes.append((value.dtype, np.dtype(flat_dtype(entry))))
 
     def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
@@ -40,7 +42,8 @@ class Arrays:
         return lambda: None
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        """Forget what a pass that was cut short has left."""
+        self._staged.clear()
 
     def array(self, i: int) -> Array:
         """The array's own memory if it is contiguous and of the center's dtype, else a copy."""
@@ -58,12 +61,21 @@ class Arrays:
 
     def _value(self, i: int) -> Array:
         entry = self.entries[i]
-        value: Array = self._arrays[entry.name]
-        is_writable = value.flags.writeable
-        if value.shape != entry.shape or value.dtype != self._dtypes[i][0] or not is_writable:
-            state = "" if is_writable else ", read-only"
-            raise InvalidArgument(
-                f"{entry.name!r} has become {value.dtype}{list(value.shape)}{state}, but was shared as {entry}. "
-                "Keep shape and dtype, and keep it writable, or share a new model."
-            )
-        return value
+        value = self._arrays.get(self._keys[i])
+        if (
+            isinstance(value, np.ndarray)
+            and value.shape == entry.shape
+            and value.dtype == self._dtypes[i][0]
+            and value.flags.writeable
+        ):
+            return value
+        raise InvalidArgument(
+            f"{entry.name!r} has become {_described(value)}, but was shared as {entry}. "
+            "Keep shape and dtype, and keep it writable, or share a new model."
+        )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, np.ndarray):
+        return "nothing" if value is None else f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}{'' if value.flags.writeable else ', read-only'}"

@@ -26,22 +26,23 @@ class Module:
         self._optimizer = _checked(optimizer)
         if state and optimizer is None:
             raise InvalidArgument(f"state={tuple(state)!r} was asked for without an optimizer. Pass the optimizer too.")
+        state = (state,) if isinstance(state, str) else state
         self._tensors: list[Callable[[], Tensor | None]] = []
         self.entries: list[Entry] = []
-        parameters = dict(module.named_parameters())
-        for name, parameter in parameters.items():
-            self._append(name, parameter, parameter)
-        if buffers:
-            for name, buffer in module.named_buffers():
-                if buffer.is_floating_point():
-                    # Modules may rebind a buffer (`self.mean = ...`): look it up by name each time.
-                    self._append(name, buffer, _lookup(module, name))
-        if optimizer is not None:
-            ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # Values may be replaced while training (`module.weight = ...`, load_state_dict(assign=True)), so they
+        # are looked up by name in each pass.
+        parameters = {name: (_lookup(module, name), value) for name, value in module.named_parameters()}
+        for name, (lookup, parameter) in parameters.items():
+            self._append(name, parameter, lookup)
+        for name, buffer in module.named_buffers() if buffers else ():
+            if buffer.is_floating_point():
+                self._append(name, buffer, _lookup(module, name))
+        if self._optimizer is not None:
+            ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
             for key in state:
-                for name, parameter in parameters.items():
+                for name, (lookup, parameter) in parameters.items():
                     if id(parameter) in ours:
-                        self._append(f"{key}.{name}", parameter, self._state(parameter, key))
+                        self._append(f"{key}.{name}", parameter, self._state(lookup, key))
         self._staged: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}  # optimizer state that came from the center before it exists here
         self._pinned: list[Tensor] | None = None
@@ -60,6 +61,7 @@ class Module:
 
     def begin(self) -> None:
         """Bring what lies on a GPU into pinned host memory, all copies in flight at once."""
+        self._staged.clear()  # of a pass that was cut short
         on_gpu = [(i, t) for i, t in enumerate(map(self._tensor, range(len(self.entries)))) if t.is_cuda]
         if not on_gpu:
             return
@@ -94,22 +96,27 @@ class Module:
             tensor = self._tensor(i)
             tensor.copy_(staged.view(tensor.shape), non_blocking=True)
 
-    def _append(self, name: str, like: Tensor, tensor: Tensor | Callable[[], Tensor | None]) -> None:
+    def _append(self, name: str, like: Tensor, lookup: Callable[[], Tensor | None]) -> None:
         self.entries.append(Entry(name, tuple(like.shape), str(like.dtype).removeprefix("torch.")))
-        self._tensors.append(tensor if not isinstance(tensor, Tensor) else lambda: tensor)
+        self._tensors.append(lookup)
 
     def _tensor(self, i: int) -> Tensor:
-        tensor = self._tensors[i]()
+        tensor, entry = self._tensors[i](), self.entries[i]
         if tensor is None:
-            entry = self.entries[i]
             if i not in self._late:
                 self._late[i] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
             return self._late[i]
+        if tensor.shape != entry.shape:
+            raise InvalidArgument(
+                f"{entry.name!r} has become {tuple(tensor.shape)}, but was shared as {entry}. "
+                "Keep the shapes of a shared model, or share the new one."
+            )
         return tensor.detach()
 
-    def _state(self, parameter: Tensor, key: str) -> Callable[[], Tensor | None]:
+    def _state(self, owner: Callable[[], Tensor], key: str) -> Callable[[], Tensor | None]:
         def lookup() -> Tensor | None:
             assert self._optimizer is not None
+            parameter = owner()
             known = self._optimizer.state.get(parameter)
             if not known:
                 return None  # before the first step optimizers have no state yet
@@ -125,15 +132,22 @@ class Module:
         return lookup
 
     def _deliver(self) -> None:
-        """Give the center's optimizer state to the optimizer, which has just made its first step."""
+        """Give the center's optimizer state to the optimizer, which has just made its first step.
+
+        Zeros are the state of a new center: they have nothing to give, and the first step stands.
+        """
         for i in list(self._late):
             target = self._tensors[i]()
             if target is not None:
-                target.copy_(self._late.pop(i))
+                value = self._late.pop(i)
+                if value.any():
+                    target.copy_(value)
 
 
 def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor]:
-    return lambda: module.get_buffer(name)
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return lambda: getattr(owner, attribute)
 
 
 def _checked(optimizer: Any) -> Optimizer | None:

@@ -8,6 +8,7 @@
 
 import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from maniple.errors import InvalidArgument, SharedMemoryFull
 NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
 _PREFIX = "maniple-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{16}")  # only what a host has made is ever removed
 _YOUNG_S = 60  # a segment without content may be in the making for so long
 
 
@@ -44,6 +46,9 @@ class Segment:
         path = root / f"{_PREFIX}{lineage}"
         try:
             path.mkdir(mode=0o700)
+        except OSError as error:
+            raise _refusal(root, error) from error
+        try:
             guard = ByteLocks(path / "host")
             patience = Patience(timeout_s=10)
             while not guard.take(0):  # a sweep may be looking at it
@@ -53,10 +58,7 @@ class Segment:
                 os.posix_fallocate(file.fileno(), 0, MAX_WORKERS)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
-            raise SharedMemoryFull(
-                f"{root} refuses the run's shared memory: {error.strerror}. "
-                "Free some space there, or set MANIPLE_SHM to another folder that is held in memory."
-            ) from error
+            raise _refusal(root, error) from error
         segment = cls(path)
         segment._guard = guard
         return segment
@@ -98,11 +100,19 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     removed: list[Path] = []
     for path in root.glob(f"{_PREFIX}*"):
         try:
-            if path.stat().st_uid == os.getuid() and _sweep_one(path, salvage):
+            is_ours = _NAME.fullmatch(path.name) and path.is_dir() and path.stat().st_uid == os.getuid()
+            if is_ours and _sweep_one(path, salvage):
                 removed.append(path)
         except OSError:  # another sweep was quicker, or the disk is full
             continue
     return removed
+
+
+def _refusal(root: Path, error: OSError) -> SharedMemoryFull:
+    return SharedMemoryFull(
+        f"{root} refuses the run's shared memory: {error.strerror}. "
+        "Free some space there, or set MANIPLE_SHM to another folder that is held in memory."
+    )
 
 
 def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
@@ -115,18 +125,18 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
     try:
         if not guard.take(0):
             return False  # its host is alive
-        text = (path / "host").read_bytes()
-        if not text:  # killed while it was made, or being made right now
-            is_old = time.time() - path.stat().st_mtime > _YOUNG_S
+        try:
+            run = Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
+            segment = Segment(path)
+        except (msgspec.DecodeError, KeyError, ValueError, InvalidArgument):
+            # Its host was killed while making it, or is making it right now: there is nothing to save yet.
+            if time.time() - path.stat().st_mtime < _YOUNG_S:
+                return False
         else:
-            is_old = True
-            run = Path(str(msgspec.json.decode(text, type=dict[str, str | int])["run"]))
-            if run.is_dir() and (path / "members").exists():
-                segment = Segment(path)
+            if run.is_dir():
                 salvage(segment, run)
-                segment.close()
-        if is_old:
-            shutil.rmtree(path, ignore_errors=True)
-        return is_old
+            segment.close()
+        shutil.rmtree(path, ignore_errors=True)
+        return True
     finally:
         guard.close()

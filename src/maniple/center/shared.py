@@ -87,20 +87,30 @@ class Shared:
 
         def apply(i: int, x: Array, c: Array) -> bool:
             moment.staleness = max(0, self._versions[i] - self._seen[i]) // 2
-            return rule.exchange(x, c, memory[i] if memory is not None else None, moment)
+            past = None if memory is None else memory[i]
+            is_clean = rule.exchange(x, c, past, moment)
+            if self.layout.is_half(i):  # the replica will hold x rounded: the rule must remember that
+                self.layout.round(i, x)
+                if past is not None:
+                    rule.remember(x, past)
+            return is_clean
 
         return self._pass(model, apply, ways=2)
 
-    def pull(self, model: Model, on_value: OnValue | None = None) -> Outcome:
-        """Set `model` to the center; `on_value` sees each parameter's value meanwhile."""
+    def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome:
+        """Set `model` to the center; `on_value` sees each parameter's value meanwhile.
+
+        A look (`is_look`) does not count as news: staleness goes on being measured from the last exchange or pull.
+        """
 
         def apply(i: int, x: Array, c: Array) -> bool:
             x[:] = c
+            self.layout.round(i, x)
             if on_value is not None:
                 on_value(i, x)
             return True
 
-        return self._pass(model, apply, writes=False)
+        return self._pass(model, apply, writes=False, is_look=is_look)
 
     def release(self) -> None:
         """Let this process' view of the pages go; they stay in shared memory and come back when touched."""
@@ -140,7 +150,13 @@ class Shared:
         self._locks.close()
 
     def _pass(
-        self, model: Model, apply: Callable[[int, Array, Array], bool], *, writes: bool = True, ways: int = 1
+        self,
+        model: Model,
+        apply: Callable[[int, Array, Array], bool],
+        *,
+        writes: bool = True,
+        ways: int = 1,
+        is_look: bool = False,
     ) -> Outcome:
         outcome = Outcome(size_bytes=ways * self.layout.size_bytes)
         versions, seen = self._versions, self._seen
@@ -154,14 +170,16 @@ class Shared:
                     if self._lock:
                         outcome.torn.append(self.layout.entries[i].name)
                 stale += max(0, version - seen[i]) // 2
+                value = model.array(i)
                 if writes:
                     versions[i] = version + 1
-                if not apply(i, model.array(i), self._arrays[i]):
+                if not apply(i, value, self._arrays[i]):
                     outcome.refused.append(self.layout.entries[i].name)
                 if writes:
                     version += 2
-                # After a pull too: what was torn has been reported, once.
-                versions[i] = seen[i] = version
+                versions[i] = version  # after a pull too: what was torn has been reported, once
+                if not is_look:
+                    seen[i] = version
                 model.commit(i)
         outcome.staleness = stale / len(seen)
         return outcome
@@ -205,6 +223,7 @@ class Shared:
     def _create(self, layout: Layout, model: Model) -> None:
         offsets, size = _offsets(layout)
         with self._path.open("r+b") as file:
+            file.truncate(0)  # what a creator who failed has left
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:

@@ -34,6 +34,8 @@ class Job:
             raise InvalidArgument(f"{self.workers} workers cannot be started (1 to {MAX_WORKERS}). Write -n 2.")
         if self.restarts < 0:
             raise InvalidArgument(f"--restarts {self.restarts} is below 0. Write --restarts 3, or leave it out.")
+        if self.seed < 0:
+            raise InvalidArgument(f"--seed {self.seed} is below 0. Write --seed 1.")
         if not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
 

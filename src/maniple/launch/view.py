@@ -51,7 +51,8 @@ class Lines(View):
         if time.monotonic() - self._last >= _PLAIN_EVERY_S:
             self._last = time.monotonic()
             for rank, standing in enumerate(board.standings):
-                print(f"W{rank} : {', '.join(_cells(standing))}", flush=True)
+                words = " ".join(f"{name} {value}" for name, value in _values(standing).items())
+                print(f"W{rank} : {words}", flush=True)
 
     def say(self, text: str) -> None:
         print(f"H  | {text}", flush=True)
@@ -99,17 +100,22 @@ def open_view(*, quiet: bool) -> View:
 
 def _table(board: Board) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", "state", "step", "speed", "loss", "sync"):
+    for name in ("worker", *_values(Standing())):
         table.add_column(name, justify="left" if name in {"worker", "state"} else "right")
     for rank, standing in enumerate(board.standings):
-        table.add_row(f"W{rank}", *_cells(standing))
+        table.add_row(f"W{rank}", *_values(standing).values())
     total = sum(s.samples_per_s for s in board.standings)
     if total and len(board.standings) > 1:
         table.add_row("all", "", f"{sum(s.step for s in board.standings):,}", f"{total:,.0f} samples/s", "", "")
     return table
 
 
-def _cells(standing: Standing) -> list[str]:
+def _values(standing: Standing) -> dict[str, str]:
     rate, unit = (standing.samples_per_s, "samples") if standing.samples else (standing.steps_per_s, "steps")
-    loss = "loss –" if standing.loss is None else f"loss {standing.loss:.4g}"
-    return [standing.state, f"step {standing.step:,}", f"{rate:,.0f} {unit}/s", loss, f"sync {standing.sync_share:.1%}"]
+    return {
+        "state": standing.state,
+        "step": f"{standing.step:,}",
+        "speed": f"{rate:,.0f} {unit}/s",
+        "loss": "–" if standing.loss is None else f"{standing.loss:.4g}",
+        "sync": f"{standing.sync_share:.1%}",
+    }

@@ -4,6 +4,8 @@ Every row has `timestamp` (seconds since 1970) and `datestamp` (to the minute, l
 curves of workers that started at different times come onto one clock.
 """
 
+import errno
+import json
 import os
 import time
 import warnings
@@ -25,28 +27,44 @@ class Events:
         self._minute = -1
         self._datestamp = ""
         self._dropped = 0
+        self._is_torn = False
         self._file = -1
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, /, **values: Any) -> None:
         """Append one row. A full disk costs rows, never the training: it is said once, and counted."""
         if self._file < 0:
             return
         now = time.time()
         if (minute := int(now // 60)) != self._minute:
             self._minute, self._datestamp = minute, time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-        row = {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields | values
+        row = values | {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields
         if self._dropped:
             row["dropped"] = self._dropped
+        line = self._encode(row) + b"\n"
         try:
-            os.write(self._file, self._encoder.encode(row) + b"\n")
+            self._append(line)
             self._dropped = 0
         except OSError as error:
             self._dropped += 1
             if self._dropped == 1:
                 warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
+
+    def _encode(self, row: Row) -> bytes:
+        try:
+            return self._encoder.encode(row)
+        except (TypeError, ValueError, UnicodeEncodeError):  # lone surrogates, keys that are no words
+            return json.dumps(row, default=str, skipkeys=True).encode()
+
+    def _append(self, line: bytes) -> None:
+        if self._is_torn:  # a full disk took a part of a row: end that line first
+            line = b"\n" + line
+        written = os.write(self._file, line)
+        self._is_torn = written < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Write no more."""
@@ -90,7 +108,7 @@ def parse_events(lines: list[bytes]) -> Iterator[Row]:
     for line in lines:
         try:
             yield msgspec.json.decode(line, type=Row)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
 
 

@@ -37,6 +37,10 @@ class Folder:
                 f"the run folder {folder.path} exists already, and a run never overwrites another. "
                 "Choose another --name, or move the old folder away."
             ) from None
+        except OSError as error:
+            raise InvalidArgument(
+                f"the run folder {folder.path} cannot be made: {error.strerror}. Choose another place with --runs."
+            ) from error
         for part in ("events", "logs", "center"):
             (folder.path / part).mkdir()
         _point(root / "last", name)

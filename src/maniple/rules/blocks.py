@@ -18,23 +18,23 @@ Mix = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool:
     """`d = x - c; x -= alpha_worker d; c += alpha_center d`."""
     clean = True
-    real = x.dtype.type
+    center, worker = x.dtype.type(alpha_center), x.dtype.type(alpha_worker)
     scratch = np.empty(min(BLOCK, x.size), x.dtype)
     for a, b, _ in _blocks(x, c, None):
         d = scratch[: a.size]
         np.subtract(a, b, out=d)
         if not _all_finite(d):
             clean = False
-            bad = ~np.isfinite(d)
-            np.copyto(a, b, where=bad)
-            d[bad] = 0
-        if alpha_worker == alpha_center:
-            d *= real(alpha_worker)
+            finite = np.isfinite(d)
+            np.copyto(a, np.where(finite, a - worker * d, b))
+            np.add(b, center * d, out=b, where=finite)
+        elif center == worker:
+            d *= worker
             a -= d
             b += d
         else:
-            a -= real(alpha_worker) * d
-            d *= real(alpha_center)
+            a -= worker * d
+            d *= center
             b += d
     return clean
 
@@ -57,14 +57,17 @@ def blend(x: Array, c: Array, alpha: float, beta: float) -> bool:
 
 @_QUIET
 def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
-    """`c += scale (x - old); x = c; old = c`."""
+    """`c += scale (x - old); x = c; old = c`, as `c = x + (c - old)` for a scale of 1: exact if nobody else came."""
     clean = True
-    real = x.dtype.type
     for a, b, o in _blocks(x, c, old):
         assert o is not None
-        np.subtract(a, o, out=o)
-        o *= real(scale)
-        o += b
+        if scale == 1:
+            np.subtract(b, o, out=o)
+            o += a
+        else:
+            np.subtract(a, o, out=o)
+            o *= x.dtype.type(scale)
+            o += b
         clean &= _commit(o, b)
         a[:] = b
         o[:] = b
@@ -76,16 +79,15 @@ def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
     """Apply `new_x, new_c = mix(x, c, memory)` block by block."""
     clean = True
     for a, b, m in _blocks(x, c, memory):
-        new_x, new_c = mix(a, b, m)
-        if _all_finite(new_c):
-            # The new replica is written first: `mix` may hand back its argument `b` as the new center.
-            a[:], b[:] = np.array(new_x, copy=True), new_c
+        # Copies in the center's dtype: `mix` may hand back its own arguments, or compute in a wider one.
+        new_x, new_c = (np.array(value, x.dtype, copy=True) for value in mix(a, b, m))
+        finite = np.isfinite(new_c)
+        if finite.all():
+            a[:], b[:] = new_x, new_c
         else:
             clean = False
-            finite = np.isfinite(new_c)
-            kept = np.where(finite, new_c, b)
             a[:] = np.where(finite, new_x, b)
-            b[:] = kept
+            np.copyto(b, new_c, where=finite)
     return clean
 
 

@@ -1,6 +1,7 @@
 """Downpour: push what this worker changed, take the center."""
 
 from maniple.contracts import Array, Moment
+from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
 from maniple.rules.rule import Rule
 
@@ -19,7 +20,9 @@ class Downpour(Rule):
     memory = True
 
     def __init__(self, *, compensate: bool = False) -> None:
-        self.compensate = bool(compensate)
+        if not isinstance(compensate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Downpour has compensate={compensate!r}, which is neither true nor false.")
+        self.compensate = compensate
 
     def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
         assert memory is not None

@@ -27,7 +27,7 @@ class EASGD(Rule):
 
     def __init__(self, alpha: Alpha = "auto", *, center_alpha: float | None = None) -> None:
         self.alpha = alpha
-        self.center_alpha = None if center_alpha is None else checked_share("EASGD", "center_alpha", center_alpha)
+        self.center_alpha = center_alpha
 
     @property
     def alpha(self) -> Alpha:
@@ -46,6 +46,15 @@ class EASGD(Rule):
             value = checked_share("EASGD", "alpha", value)
         self._alpha = value
 
+    @property
+    def center_alpha(self) -> float | None:
+        """The center's own share, or None for the worker's."""
+        return self._center_alpha
+
+    @center_alpha.setter
+    def center_alpha(self, value: float | None) -> None:
+        self._center_alpha = None if value is None else checked_share("EASGD", "center_alpha", value)
+
     def alphas(self, moment: Moment) -> tuple[float, float]:
         """The center's and the worker's share at this moment."""
         if self._alpha == "auto":
@@ -55,7 +64,7 @@ class EASGD(Rule):
         else:
             assert isinstance(self._alpha, float)
             alpha = self._alpha
-        return (alpha if self.center_alpha is None else self.center_alpha), alpha
+        return (alpha if self._center_alpha is None else self._center_alpha), alpha
 
     def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
         del memory

@@ -47,9 +47,11 @@ def _blend(x: Any, c: Any, alpha: Any, beta: Any, zero: Any) -> Any:
 @_compiled
 def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
     doubt = zero
+    is_whole = scale == 1
     for i in range(x.size):
         old_c = c[i]
-        new = old_c + scale * (x[i] - old[i])
+        # Whole, it is exact if nobody else has written: then old_c - old is 0.
+        new = x[i] + (old_c - old[i]) if is_whole else old_c + scale * (x[i] - old[i])
         test = new - new
         doubt += test
         new = new if test == zero else old_c

@@ -1,5 +1,6 @@
 """A rule: what an exchange between a replica and the center does. Maths only."""
 
+from numbers import Real
 from typing import Any, ClassVar
 
 from maniple.contracts import Array, Moment
@@ -47,7 +48,7 @@ class Rule:
 
 def checked_share(rule: str, name: str, value: Any) -> float:
     """`value` if it is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise InvalidArgument(
             f"{rule} has {name}={value!r}, but {name} is a share from 0 to 1. "
             f"Beyond 1 an exchange overshoots and the center diverges; a usual value is 0.5."

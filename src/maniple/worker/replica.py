@@ -60,11 +60,7 @@ class Replica:
 
     def step(self) -> None:
         """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
-        if self._is_center:
-            raise InvalidArgument(
-                "a training step was made inside `with replica.center():`, where it would be thrown away at the end. "
-                "Train outside that block; it is for looking at the shared parameters."
-            )
+        self._refuse_inside_center("a training step was made")
         self.steps += 1
         self._since_exchange += 1
         if self.samples is not None:
@@ -81,6 +77,7 @@ class Replica:
 
     def exchange(self) -> None:
         """Apply the rule now, to the replica and the center."""
+        self._refuse_inside_center("exchange() was called")
         if self._center is None:
             return
         moment = Moment(step=self.steps, live=max(1, self._center.live))
@@ -92,12 +89,14 @@ class Replica:
 
     def pull(self) -> None:
         """Set the replica to the center."""
+        self._refuse_inside_center("pull() was called")
         if self._center is not None:
             outcome, cost_s = self._timed("pull", self._center.pull, self._model, self._remember)
             self.pace.expect(2 * cost_s, 2 * outcome.size_bytes)
 
     def push(self) -> None:
         """Set the center to the replica, whole; values that are not finite are refused."""
+        self._refuse_inside_center("push() was called")
         if self._center is not None:
             self._timed("push", self._center.push, self._model, self._remember)
 
@@ -107,8 +106,7 @@ class Replica:
         if self._center is None:
             yield
             return
-        if self._is_center:
-            raise InvalidArgument("`with replica.center():` stands inside another one. Leave the outer one first.")
+        self._refuse_inside_center("another `with replica.center():` was opened")
         center, behind = self._center, 0
 
         def look(_: int, value: Array) -> None:
@@ -122,10 +120,10 @@ class Replica:
         center.release()
         own = self._layout.views(self._layout.allocate())
         self._copy(into=own)
-        center.pull(self._model, look)
-        center.release()
         self._is_center = True
         try:
+            center.pull(self._model, look, is_look=True)
+            center.release()
             yield
         finally:
             self._is_center = False
@@ -172,6 +170,13 @@ class Replica:
         )
         self._worker.end_if_told()
         return outcome, cost_s
+
+    def _refuse_inside_center(self, what: str) -> None:
+        if self._is_center:
+            raise InvalidArgument(
+                f"{what} inside `with replica.center():`, where the model holds the shared parameters and changes are "
+                "thrown away at the end. Train outside that block; it is for looking."
+            )
 
     def _mind_refusals(self, outcome: Outcome) -> None:
         if not outcome.refused:

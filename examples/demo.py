@@ -1,0 +1,94 @@
+"""What `make demo` shows: digits.py alone, the same script on two workers, and the two side by side.
+
+    python examples/demo.py
+
+Every number in the table is measured here and now. Alone, the script runs twice, on one thread and on all
+cores, and the workers are compared with the faster one. The accuracy of the center is that of the saved
+file, loaded into a fresh model.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+import digits
+from maniple.record import read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "digits.py"
+
+
+def train_alone(*options: str) -> tuple[float, float]:
+    """Run the script by itself; gives samples/s and test accuracy, from the line that it prints."""
+    done = subprocess.run([sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", flush=True)
+    found = re.search(r"([\d,]+) samples/s, test accuracy ([\d.]+)%", done.stdout)
+    if done.returncode or not found:
+        sys.exit(f"demo: {SCRIPT} alone ended with exit code {done.returncode}; what it printed is above.")
+    return float(found[1].replace(",", "")), float(found[2]) / 100
+
+
+def train_together(runs: Path, workers: int, *options: str) -> Path:
+    """Run the script on several workers, with their progress on this terminal; gives the run folder."""
+    name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    command = [sys.executable, "-m", "maniple.cli", "run", "-n", str(workers), "--rule", "easgd"]
+    done = subprocess.run([*command, "--name", name, "--runs", runs, SCRIPT, *options], check=False)
+    if done.returncode:
+        sys.exit(f"demo: maniple run ended with exit code {done.returncode}; its reason is above.")
+    return runs / name
+
+
+def measure(run: Path) -> tuple[float, list[float]]:
+    """The samples/s of all workers together, and the test accuracy of each one's own replica."""
+    rows = [read_events(path) for path in sorted((run / "events").glob("worker-*.jsonl"))]
+    last = [[row for row in worker if row["event"] == "progress"][-1] for worker in rows]
+    own = [row["own_accuracy"] for worker in rows for row in worker if "own_accuracy" in row]
+    return sum(row["samples"] for row in last) / max(row["elapsed"] for row in last), own
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, help="workers of the shared run (2)")
+    parser.add_argument("--epochs", type=int, default=100, help="passes over the images (100)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the run folder is made (runs)")
+    args = parser.parse_args()
+    # Ctrl-C reaches the child too. It ends by itself and cleans up, and this process waits for that.
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+    print("1. alone: python examples/digits.py", flush=True)
+    one_thread, accuracy = train_alone("--epochs", str(args.epochs))
+    print("2. alone, on all cores, for a quarter as long: python examples/digits.py --threads 0", flush=True)
+    all_cores, _ = train_alone("--epochs", str(max(1, args.epochs // 4)), "--threads", "0")
+    print(f"3. on {args.workers} workers: maniple run -n {args.workers} --rule easgd examples/digits.py", flush=True)
+    run = train_together(args.runs.resolve(), args.workers, "--epochs", str(args.epochs))
+    together, own = measure(run)
+
+    parameters = load_file(run / "center" / "center-0.safetensors")
+    model = digits.build(hidden=len(parameters["0.bias"]))
+    model.load_state_dict(parameters)
+    center = digits.accuracy(model, *digits.load()[2:])
+
+    table = Table("", "samples/s", "test accuracy", title="one experiment, alone and shared", title_justify="left")
+    table.add_row("alone, 1 thread", f"{one_thread:,.0f}", f"{accuracy:.1%}")
+    table.add_row("alone, all cores", f"{all_cores:,.0f}", "")
+    table.add_row(f"{args.workers} workers: the center", f"{together:,.0f}", f"{center:.1%}")
+    for rank, value in enumerate(own):
+        table.add_row(f"  worker {rank}'s own replica", "", f"{value:.1%}")
+    table.add_row("speed-up over the faster one alone", f"{together / max(one_thread, all_cores):.2f} x", "")
+    Console().print(table)
+    if (cores := len(os.sched_getaffinity(0))) < args.workers:
+        print(f"This machine has {cores} core for {args.workers} workers: no speed-up can be expected.")
+    print(f"run folder: {run}")
+
+
+if __name__ == "__main__":
+    main()

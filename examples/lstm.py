@@ -1,0 +1,97 @@
+"""Is this review friendly? An LSTM that reads word ids: Platoon's example, on one worker or several.
+
+    python examples/lstm.py                                 # alone, on a small generated task
+    maniple run -n 2 examples/lstm.py                       # on two workers
+    maniple run -n 2 --rule easgd --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
+
+Without --data, reviews are made up: some words are friendly, as many are not, the rest mean nothing, and
+a review is friendly if most of its telling words are. With --data, they are film reviews (IMDB, Maas et
+al. 2011) from a NumPy file with `train_tokens` (all reviews' word ids in a row, 0 is for padding),
+`train_lengths` (words in each review), `train_labels` (1 is friendly) and the same for `test_`.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import maniple
+
+
+def read(path: Path, part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` words of the first `count` film reviews, padded with 0, and their labels."""
+    with np.load(path) as arrays:
+        tokens, lengths, labels = (arrays[f"{part}_{name}"] for name in ("tokens", "lengths", "labels"))
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    words = np.zeros((min(count, len(labels)), length), np.int64)
+    for row, start, stop in zip(words, starts, lengths, strict=False):
+        row[: min(stop, length)] = tokens[start : start + min(stop, length)]
+    return torch.from_numpy(words), torch.from_numpy(labels[: len(words)].astype(np.float32))
+
+
+def generate(part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Made-up reviews of up to `length` words out of 100: 1 to 10 are friendly, 11 to 20 are not."""
+    rng = np.random.default_rng({"train": 1, "test": 2}[part])  # the same reviews on every worker
+    words = rng.integers(1, 101, (count, length))
+    words[np.arange(length) >= rng.integers(length // 2, length + 1, count)[:, None]] = 0
+    balance = ((words >= 1) & (words <= 10)).sum(1) - ((words >= 11) & (words <= 20)).sum(1)
+    words, balance = words[balance != 0], balance[balance != 0]
+    return torch.from_numpy(words), torch.from_numpy((balance > 0).astype(np.float32))
+
+
+class Reader(nn.Module):
+    """Embedding, LSTM, the mean of its states over the words, and one number: above 0 is friendly."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.output = nn.Linear(width, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(words))
+        mask = (words != 0).unsqueeze(2)
+        return self.output((states * mask).sum(1) / mask.sum(1).clamp(min=1)).squeeze(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a file of film reviews (default: made-up ones)")
+    parser.add_argument("--reviews", type=int, default=4000, help="to train on, and half as many to test (4000)")
+    parser.add_argument("--length", type=int, default=40, help="words read of each review (40)")
+    parser.add_argument("--width", type=int, default=32, help="width of embedding and LSTM (32)")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the reviews (6)")
+    parser.add_argument("--batch-size", type=int, default=32, help="reviews per step and worker (32)")
+    parser.add_argument("--lr", type=float, default=0.01, help="Adam's learning rate (0.01)")
+    args = parser.parse_args()
+
+    worker = maniple.join()
+    torch.manual_seed(worker.seed)
+    train, test = (
+        read(args.data, part, count, args.length) if args.data else generate(part, count, args.length)
+        for part, count in (("train", args.reviews), ("test", args.reviews // 2))
+    )
+    model = Reader(10_000 if args.data else 101, args.width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    replica = worker.share(model, optimizer)
+
+    batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
+    for _ in range(args.epochs):
+        for step, (words, labels) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(model(words), labels)
+            loss.backward()
+            optimizer.step()
+            if step % 10 == 0:
+                worker.log(loss=loss)
+
+    with replica.center(), torch.no_grad():
+        accuracy = ((model(test[0]) > 0) == (test[1] > 0)).float().mean().item()
+    print(f"worker {worker.rank} of {worker.world}: test accuracy of the center {accuracy:.1%}")
+
+
+if __name__ == "__main__":
+    main()

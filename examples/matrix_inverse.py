@@ -1,0 +1,58 @@
+"""The inverse of a matrix by stochastic gradient descent, with NumPy alone: Legion's example.
+
+    python examples/matrix_inverse.py                   # alone
+    maniple run -n 2 examples/matrix_inverse.py         # on two workers
+    maniple run -n 4 --rule asgd --maximum-rate 0.1 examples/matrix_inverse.py --size 300
+
+X is wanted such that A X = I. For random vectors v, the columns of V, the loss and its gradient are
+
+    f(X) = |A X V - V|^2 / 2b        df/dX = A' (A X V - V) V' / b        with b vectors in V
+
+Every worker draws vectors of its own and walks down from there. No framework is needed: a model may be a
+dict of NumPy arrays, and `replica.step()` takes the place of the optimizer's hook.
+"""
+
+import argparse
+
+import numpy as np
+
+import maniple
+
+
+def matrix(n: int) -> np.ndarray:
+    """A matrix that has an inverse: the identity and some noise, the same on every worker."""
+    return np.eye(n) + 0.3 * np.random.default_rng(0).standard_normal((n, n)) / np.sqrt(n)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=100, help="rows and columns of the matrix (100)")
+    parser.add_argument("--steps", type=int, default=4000, help="steps of all workers together (4000)")
+    parser.add_argument("--batch-size", type=int, default=50, help="random vectors per step (50)")
+    args = parser.parse_args()
+
+    worker = maniple.join()
+    n, b = args.size, args.batch_size
+    A = matrix(n)
+    X = np.zeros((n, n))
+    replica = worker.share({"inverse": X})  # X is changed in place, by this loop and by exchanges
+
+    random = np.random.default_rng(worker.seed)  # different vectors on every worker
+    # The largest rate that is safe: |A|^2 times the largest eigenvalue that V V' / b is likely to have.
+    lr = 1 / (np.linalg.norm(A, 2) ** 2 * (1 + np.sqrt(n / b)) ** 2)
+    for step in range(args.steps // worker.world):
+        V = random.standard_normal((n, b))
+        error = A @ (X @ V) - V
+        X -= lr * A.T @ error @ V.T / b
+        replica.samples = b  # counted, for samples/s
+        replica.step()  # exchanges with the center if the pace says so
+        if step % 100 == 0:
+            worker.log(loss=(error**2).sum() / (2 * b))
+
+    with replica.center():
+        residual = np.linalg.norm(A @ X - np.eye(n)) / np.sqrt(n)
+    print(f"worker {worker.rank} of {worker.world}: residual |A X - I| / |I| of the center is {residual:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""What every center promises. One suite for all implementations; a new one is added to `CENTERS`."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from maniple import ASGD, EASGD, Downpour, Rule
+from maniple.adapters import adapt
+from maniple.center import Segment, Shared
+from maniple.contracts import Center, Moment, Outcome
+from maniple.errors import InvalidArgument, LayoutMismatch
+from maniple.layout import Layout
+
+Params = dict[str, np.ndarray]
+
+
+class Centers(Protocol):
+    """One center and any number of workers connected to it."""
+
+    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]: ...
+    def close(self) -> None: ...
+
+
+class SharedCenters:
+    """A center in shared memory; each worker maps it by an object of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._segment = Segment.create(root, "0123456789abcdef", root)
+        self._opened: list[Shared] = []
+
+    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
+        segment = Segment(self._segment.path)
+        center, is_creator = Shared.open_or_create(segment, "center-0", adapt(params), rank=rank)
+        segment.mark(rank, 1)
+        self._opened.append(center)
+        return center, is_creator
+
+    def close(self) -> None:
+        for center in self._opened:
+            center.close()
+        self._segment.remove()
+
+
+CENTERS = {"shared": SharedCenters}
+
+
+@pytest.fixture(params=CENTERS)
+def centers(request, tmp_path):
+    centers = CENTERS[request.param](tmp_path)
+    yield centers
+    centers.close()
+
+
+class Worker:
+    """A connected worker: its arrays, its center, the memory that a rule may ask for."""
+
+    def __init__(self, centers: Centers, params: Params, rank: int = 0) -> None:
+        self.params, self.model = params, adapt(params)
+        self.center, self.is_creator = centers.connect(params, rank)
+        layout = Layout(self.model.entries)
+        self.memory = layout.views(layout.allocate())
+        self.pull()
+
+    def pull(self) -> Outcome:
+        return self.center.pull(self.model, self._remember)
+
+    def push(self) -> Outcome:
+        return self.center.push(self.model, self._remember)
+
+    def exchange(self, rule: Any, moment: Moment | None = None) -> Outcome:
+        return self.center.exchange(self.model, rule, self.memory, moment or Moment())
+
+    def _remember(self, i: int, value: np.ndarray) -> None:
+        self.memory[i][:] = value
+
+
+def some(fill: float = 0.0, dtype: str = "float64") -> Params:
+    return {"w": np.full((2, 3), fill, dtype), "b": np.full(3, fill, dtype), "s": np.full((), fill, dtype)}
+
+
+def assert_all(params: Params, value: float) -> None:
+    for name, array in params.items():
+        np.testing.assert_array_equal(array, value, err_msg=name)
+
+
+# Creation
+
+
+def test_first_creator_wins_and_everybody_gets_the_settled_value(centers):
+    first, second = Worker(centers, some(1), rank=1), Worker(centers, some(2), rank=0)
+    assert (first.is_creator, second.is_creator) == (True, False)
+    assert_all(first.params, 1)
+    assert_all(second.params, 1)
+
+
+def test_late_worker_starts_from_the_center_as_it_is_now(centers):
+    first = Worker(centers, some(1))
+    first.params["w"] += 5
+    first.exchange(Downpour())
+    late = Worker(centers, some(9), rank=1)
+    assert not late.is_creator
+    np.testing.assert_array_equal(late.params["w"], 6)
+    np.testing.assert_array_equal(late.params["b"], 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (
+            {"w": np.zeros((2, 3)), "b": np.zeros(4), "s": np.zeros(())},
+            r"parameter 1 is 'b' float64\[4\].*'b' float64\[3\]",
+        ),
+        ({"w": np.zeros((2, 3)), "b": np.zeros(3)}, "parameter 2 is nothing.*'s'"),
+        ({"w": np.zeros((2, 3)), "bias": np.zeros(3), "s": np.zeros(())}, "parameter 1 is 'bias'.*'b'"),
+        (some(0, "float32"), "parameter 0 is 'w' float32.*'w' float64"),
+    ],
+    ids=["reshaped", "missing", "renamed", "other dtype"],
+)
+def test_worker_with_other_parameters_is_refused_by_the_first_that_differs(centers, params, words):
+    first = Worker(centers, some(1))
+    with pytest.raises(LayoutMismatch, match=words):
+        centers.connect(params, 1)
+    first.pull()
+    assert_all(first.params, 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_model_that_is_not_finite_cannot_become_the_center(centers, bad):
+    params = some(1)
+    params["b"][2] = bad
+    with pytest.raises(InvalidArgument, match="'b'"):
+        centers.connect(params)
+    second = Worker(centers, some(2), rank=1)
+    assert second.is_creator
+    assert_all(second.params, 2)
+
+
+def test_diverged_worker_may_join_a_center_that_is_there(centers):
+    Worker(centers, some(1))
+    late = Worker(centers, some(np.nan), rank=1)
+    assert_all(late.params, 1)
+
+
+def test_live_workers_are_counted(centers):
+    first = Worker(centers, some())
+    assert first.center.live == 1
+    Worker(centers, some(), rank=1)
+    assert first.center.live == 2
+
+
+# Exchange, pull, push
+
+
+def test_exchange_is_the_rule_on_every_parameter(centers):
+    first, second = Worker(centers, some(0)), Worker(centers, some(0), rank=1)
+    for array in first.params.values():
+        array += 8
+    first.exchange(EASGD(0.25))
+    assert_all(first.params, 6)
+    second.pull()
+    assert_all(second.params, 2)
+    second.exchange(ASGD(1.0, 1.0))
+    assert_all(second.params, 4)
+
+
+def test_push_sets_the_center_and_pull_the_replica(centers):
+    first, second = Worker(centers, some(1)), Worker(centers, some(1), rank=1)
+    for array in first.params.values():
+        array += 2
+    first.push()
+    assert_all(first.params, 3)
+    assert_all(second.params, 1)
+    second.pull()
+    assert_all(second.params, 3)
+
+
+def test_values_seen_on_the_way_are_those_of_the_center(centers):
+    worker = Worker(centers, some(4))
+    seen: dict[int, np.ndarray] = {}
+    worker.center.pull(worker.model, lambda i, value: seen.update({i: value.copy()}))
+    assert sorted(seen) == [0, 1, 2]
+    assert {float(v) for value in seen.values() for v in value} == {4.0}
+    worker.params["s"][...] = 5
+    seen.clear()
+    worker.center.push(worker.model, lambda i, value: seen.update({i: value.copy()}))
+    assert [float(seen[i][0]) for i in range(3)] == [4, 4, 5]
+
+
+def test_bytes_of_an_exchange_are_counted_both_ways(centers):
+    worker = Worker(centers, {"w": np.zeros((2, 3), "float32"), "h": np.zeros(5, "float16"), "d": np.zeros(1)})
+    size_bytes = 4 * 6 + 4 * 5 + 8
+    assert worker.pull().size_bytes == size_bytes
+    assert worker.push().size_bytes == size_bytes
+    assert worker.exchange(EASGD(0.5)).size_bytes == 2 * size_bytes
+
+
+def test_arrays_of_all_dtypes_and_shapes_are_exchanged(centers):
+    def params(fill: float) -> Params:
+        return {
+            "half": np.full((2, 2), fill, "float16"),
+            "empty": np.zeros((0, 3), "float32"),
+            "single": np.full(5, fill, "float32"),
+            "scalar": np.full((), fill, "float64"),
+            "transposed": np.full((2, 3), fill, "float32").T,
+            "double": np.full((3, 1, 2), fill, "float64"),
+            "none": np.zeros(0, "float64"),
+        }
+
+    first, second = Worker(centers, params(1)), Worker(centers, params(1), rank=1)
+    for array in first.params.values():
+        array += 4
+    assert first.exchange(EASGD(0.5)).refused == []
+    second.pull()
+    for worker in (first, second):
+        for name, array in worker.params.items():
+            np.testing.assert_array_equal(array, np.full(array.shape, 3), err_msg=name)
+            assert array.dtype == params(0)[name].dtype
+    first.params["scalar"][...] = 7
+    first.push()
+    second.pull()
+    assert second.params["scalar"] == 7
+
+
+def test_model_of_empty_arrays_is_a_model(centers):
+    worker = Worker(centers, {"e": np.zeros((0, 3), "float32")})
+    assert worker.exchange(EASGD(0.5)).size_bytes == 0
+
+
+def test_many_parameters_of_uneven_sizes_do_not_overlap(centers):
+    rng = np.random.default_rng(0)
+    params = {
+        f"p{i}": rng.normal(size=n).astype(d) for i, (n, d) in enumerate([(1023, "f4"), (3, "f8"), (4097, "f4")] * 7)
+    }
+    expected = {name: value.copy() for name, value in params.items()}
+    first = Worker(centers, params)
+    second = Worker(centers, {name: np.zeros_like(value) for name, value in params.items()}, rank=1)
+    for name, value in second.params.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    first.params["p3"] += 1
+    first.push()
+    second.pull()
+    for name, value in second.params.items():
+        np.testing.assert_array_equal(value, expected[name] + (name == "p3"), err_msg=name)
+
+
+def test_worker_that_closes_leaves_the_center_to_the_others(centers):
+    first, second = Worker(centers, some(1)), Worker(centers, some(1), rank=1)
+    first.center.close()
+    second.params["w"] += 1
+    second.exchange(Downpour())
+    late = Worker(centers, some(5), rank=0)
+    assert not late.is_creator
+    np.testing.assert_array_equal(late.params["w"], 2)
+
+
+# Staleness
+
+
+def test_exchanges_of_others_since_one_s_last_are_counted(centers):
+    class Watching(EASGD):
+        def exchange(self, x, c, memory, moment):
+            seen.append(moment.staleness)
+            return super().exchange(x, c, memory, moment)
+
+    seen: list[int] = []
+    first, second = Worker(centers, some()), Worker(centers, some(), rank=1)
+    assert first.exchange(Watching(0.5)).staleness == 0
+    for _ in range(3):
+        second.exchange(EASGD(0.5))
+    second.pull()  # looking is no exchange
+    assert first.exchange(Watching(0.5)).staleness == 3
+    assert first.exchange(Watching(0.5)).staleness == 0
+    assert seen == [0] * 3 + [3] * 3 + [0] * 3
+
+
+def test_fresh_pull_is_not_stale(centers):
+    first, second = Worker(centers, some()), Worker(centers, some(), rank=1)
+    second.exchange(EASGD(0.5))
+    first.pull()
+    assert first.exchange(EASGD(0.5)).staleness == 0
+
+
+# What is not finite
+
+
+def test_contribution_that_is_not_finite_is_refused_and_named(centers):
+    first, second = Worker(centers, some(2)), Worker(centers, some(2), rank=1)
+    first.params["b"][1] = np.nan
+    first.params["s"][...] = np.inf
+    first.params["w"] += 2
+    assert sorted(first.exchange(EASGD(0.5)).refused) == ["b", "s"]
+    np.testing.assert_array_equal(first.params["w"], 3)
+    np.testing.assert_array_equal(first.params["b"], 2)
+    second.pull()
+    np.testing.assert_array_equal(second.params["w"], 3)
+    np.testing.assert_array_equal(second.params["b"], 2)
+    np.testing.assert_array_equal(second.params["s"], 2)
+    assert first.exchange(EASGD(0.5)).refused == []
+
+
+@pytest.mark.parametrize("rule", [EASGD(0.5), ASGD(), Downpour()], ids=repr)
+def test_no_rule_lets_a_diverged_worker_poison_the_center(centers, rule):
+    first, second = Worker(centers, some(2)), Worker(centers, some(2), rank=1)
+    for array in first.params.values():
+        array[...] = np.nan
+    assert len(first.exchange(rule).refused) == 3
+    assert_all(first.params, 2)
+    second.pull()
+    assert_all(second.params, 2)
+
+
+def test_push_of_what_is_not_finite_leaves_that_parameter_alone(centers):
+    first, second = Worker(centers, some(2)), Worker(centers, some(2), rank=1)
+    for array in first.params.values():
+        array += 1
+    first.params["b"][0] = np.inf
+    assert first.push().refused == ["b"]
+    second.pull()
+    np.testing.assert_array_equal(second.params["b"][0], 2)
+    np.testing.assert_array_equal(second.params["w"], 3)
+
+
+# Nothing is lost, nothing counted twice
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_changes_of_interleaved_workers_add_up_exactly(centers, dtype):
+    workers = [Worker(centers, some(0, dtype), rank=rank) for rank in range(3)]
+    for turn in range(30):
+        worker = workers[turn * 7 % 3]
+        for array in worker.params.values():
+            array += turn
+        worker.exchange(Downpour())
+    workers[0].pull()
+    assert_all(workers[0].params, sum(range(30)))
+
+
+def test_concurrent_exchanges_add_up_exactly(centers):
+    rounds, workers = 25, [Worker(centers, some(), rank=rank) for rank in range(4)]
+    together(workers, lambda worker: train(worker, Downpour(), rounds))
+    workers[0].pull()
+    assert_all(workers[0].params, rounds * len(workers))
+
+
+def test_exchange_of_one_parameter_is_a_transaction(centers):
+    class Slow(Rule):
+        """Reads, waits, and writes: loses a change whenever another comes in between."""
+
+        memory = True
+
+        def exchange(self, x, c, memory, moment):
+            value = c + (x - memory)
+            time.sleep(1e-4)
+            c[:] = x[:] = memory[:] = value
+            return True
+
+    rounds, workers = 8, [Worker(centers, some(), rank=rank) for rank in range(4)]
+    together(workers, lambda worker: train(worker, Slow(), rounds))
+    workers[0].pull()
+    assert_all(workers[0].params, rounds * len(workers))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_exchange_without_a_change_leaves_the_center_alone(centers, dtype):
+    # Half precision cannot hold the center's value, which is float32: the rounding is no change of this worker's.
+    first, second = Worker(centers, some(1, dtype)), Worker(centers, some(1, dtype), rank=1)
+    first.params["b"] -= np.dtype(dtype).type(2**-11)
+    first.exchange(Downpour())
+    second.params["b"] += np.dtype(dtype).type(2**-10)
+    second.exchange(Downpour())  # the center is at 1 + 2**-11 now, half-way between two float16
+    center = second.memory[1].copy()
+    for _ in range(3):
+        second.exchange(Downpour())
+        first.exchange(Downpour())
+    late = Worker(centers, some(0, dtype), rank=2)
+    late.exchange(Downpour())
+    np.testing.assert_array_equal(late.memory[1], center)
+
+
+@pytest.mark.parametrize("rule", [EASGD(0), Downpour()], ids=repr)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("every", [1, 10])
+def test_one_worker_trains_as_if_alone_bit_for_bit(centers, rule, dtype, every):
+    rng = np.random.default_rng(0)
+    start = {"w": rng.normal(size=50).astype(dtype)}
+    plain = {"w": start["w"].copy()}
+    worker = Worker(centers, start)
+    for step in range(100):
+        change = rng.normal(scale=0.1, size=50).astype(dtype)
+        plain["w"] += change
+        worker.params["w"] += change
+        if step % every == every - 1:
+            worker.exchange(rule)
+    assert worker.params["w"].tobytes() == plain["w"].tobytes()
+
+
+def train(worker: Worker, rule: Rule, rounds: int) -> None:
+    for _ in range(rounds):
+        for array in worker.params.values():
+            array += 1
+        worker.exchange(rule)
+
+
+def together(workers: list[Worker], act: Any) -> None:
+    """Each worker in a thread of its own, all at once; an error in one is an error of the test."""
+    errors: list[BaseException] = []
+    gate = threading.Barrier(len(workers))
+
+    def run(worker: Worker) -> None:
+        try:
+            gate.wait(10)
+            act(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads)

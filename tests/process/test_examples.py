@@ -1,0 +1,161 @@
+"""The examples: each one runs alone and on two workers, and learns what it says it learns.
+
+That no process and no shared memory is left behind is seen to by `nothing_left`, for every test.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from maniple.place import shared_memory
+
+from .conftest import MANIPLE, Run, is_gone
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wait for each other, ten times as long
+TIMEOUT_S = 50
+
+pytestmark = [pytest.mark.process]
+
+
+def alone(example: str, *options: str, cwd: Path | None = None) -> str:
+    """Run an example by itself; gives what it printed."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / example, *options],
+        cwd=cwd,
+        env=os.environ | ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def together(folder: Path, example: str, *options: str, how: tuple[str, ...] = ()) -> Run:
+    """Run an example on two workers, and check what every run must leave behind, and what it must not."""
+    command = [str(MANIPLE), "run", "-n", "2", "--name", "x", "--runs", str(folder / "runs"), *how]
+    run = Run(folder, "x", [*command, str(EXAMPLES / example), *options], ONE_THREAD)
+    assert run.wait(TIMEOUT_S) == 0, run.output
+    assert run.description["exit_code"] == 0
+    assert all(np.isfinite(value).all() for value in run.center.values())
+    assert not (shared_memory() / f"maniple-{run.description['lineage']}").exists()
+    assert all(is_gone(run.pid(rank)) for rank in (0, 1))
+    assert len(run.events(0, "exchange")) > 1, "the workers have not trained one model"
+    return run
+
+
+def percents(text: str, what: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{what} ([\d.]+)%", text)]
+
+
+def module(example: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(example.removesuffix(".py"), EXAMPLES / example)
+    assert spec and spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def digits_accuracy(run: Path) -> float:
+    """The test accuracy of the center that a run of digits.py has saved."""
+    from safetensors.torch import load_file
+
+    digits = module("digits.py")
+    parameters = load_file(run / "center" / "center-0.safetensors")
+    model = digits.build(len(parameters["0.bias"]))
+    model.load_state_dict(parameters)
+    return digits.accuracy(model, *digits.load()[2:])
+
+
+def test_digits_are_learned_alone():
+    pytest.importorskip("sklearn")
+    printed = alone("digits.py", "--epochs", "10")
+    assert "14,000 samples in" in printed  # 10 times 1400
+    assert percents(printed, "test accuracy")[0] > 94
+
+
+def test_digits_are_learned_on_two_workers_with_as_many_samples_as_alone(tmp_path):
+    pytest.importorskip("sklearn")
+    run = together(tmp_path, "digits.py", "--epochs", "10")
+    assert sum(run.events(rank, "progress")[-1]["samples"] for rank in (0, 1)) == 10 * 1400
+    assert digits_accuracy(run.folder) > 0.94
+    # Each worker says how good its own replica was, and the launcher shows what it said.
+    assert len(percents(run.output, "own replica")) == 2
+    assert all("own_accuracy" in run.events(rank, "log")[-1] for rank in (0, 1))
+
+
+def lstm_data() -> tuple[tuple[str, ...], float]:
+    """Real reviews where MANIPLE_DATA names their folder, and a safe bound on the accuracy in percent."""
+    folder = os.environ.get("MANIPLE_DATA")
+    if folder:
+        path = Path(folder) / "imdb_200tok_10k.npz"
+        return ("--data", str(path), "--reviews", "3000", "--length", "100", "--epochs", "3"), 62
+    return ("--epochs", "5"), 85
+
+
+def test_lstm_learns_alone():
+    pytest.importorskip("torch")
+    options, bound = lstm_data()
+    assert percents(alone("lstm.py", *options), "test accuracy of the center")[0] > bound
+
+
+def test_lstm_learns_on_two_workers(tmp_path):
+    pytest.importorskip("torch")
+    options, bound = lstm_data()
+    run = together(tmp_path, "lstm.py", *options)
+    accuracies = percents(run.output, "test accuracy of the center")
+    assert len(accuracies) == 2
+    assert max(accuracies) > bound  # the one who ends last sees the work of both
+
+
+def test_a_matrix_is_inverted_alone_without_a_framework():
+    path = str(EXAMPLES / "matrix_inverse.py")
+    code = (
+        f"import runpy, sys; sys.argv = [{path!r}, '--size', '30']; runpy.run_path({path!r}, run_name='__main__');"
+        "assert not {'torch', 'sklearn'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"residual .* is (\S+)", done.stdout)
+    assert found and float(found[1]) < 1e-9
+
+
+def test_a_matrix_is_inverted_by_two_workers(tmp_path):
+    run = together(tmp_path, "matrix_inverse.py", "--size", "30")
+    A = module("matrix_inverse.py").matrix(30)
+    assert np.abs(A @ run.center["inverse"] - np.eye(30)).max() < 1e-9
+
+
+def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
+    run = together(tmp_path, "matrix_inverse.py", "--size", "30", how=("--rule", "downpour", "--every", "2"))
+    (shared,) = run.events(0, "share")
+    assert shared["rule"].startswith("Downpour")
+    assert shared["pace"] == "Every(2)"
+
+
+def test_the_demo_compares_and_tells_the_truth(tmp_path):
+    pytest.importorskip("sklearn")
+    printed = alone("demo.py", "--epochs", "8", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
+    assert re.search(r"speed-up over the faster one alone *│ *[\d.]+ x", printed), printed
+    (run,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+    shown = re.search(r"the center *│ *[\d,]+ *│ *([\d.]+)%", printed)
+    assert shown and float(shown[1]) == pytest.approx(100 * digits_accuracy(run), abs=0.051)
+    assert float(shown[1]) > 90
+    assert f"run folder: {run}" in printed
+
+
+def test_the_demo_says_what_failed():
+    pytest.importorskip("sklearn")
+    code = "import pathlib, demo; demo.train_together(pathlib.Path('nowhere'), 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "demo: maniple run ended with exit code 2" in done.stderr

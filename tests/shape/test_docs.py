@@ -1,0 +1,75 @@
+"""README and docs: their code runs and their commands are understood, as pasted."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from maniple.cli import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def test_the_script_of_the_readme_runs_alone_and_on_two_workers(tmp_path):
+    pytest.importorskip("torch")
+    train, load, _ = blocks(ROOT / "README.md", "python")
+    (tmp_path / "train.py").write_text(train)
+    for command in (["python", "train.py"], ["maniple", "run", "-n", "2", "train.py"]):
+        program = [sys.executable] if command[0] == "python" else [str(Path(sys.executable).with_name("maniple"))]
+        done = subprocess.run([*program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses = [float(loss) for loss in re.findall(r"loss of the shared model: (\S+)", done.stdout)]
+        assert len(losses) == (1 if command[0] == "python" else 2)
+        assert max(losses) < 0.4
+    model = train.partition("worker = ")[0]
+    (tmp_path / "load.py").write_text(
+        f"{model}\nbefore = model[0].weight.clone()\n{load}\nassert (model[0].weight != before).any()"
+    )
+    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_rule_of_ones_own_works_as_printed(page):
+    import numpy as np
+
+    from maniple.contracts import Moment
+
+    for code in blocks(page, "python"):
+        if "maniple.Rule" in code:
+            scope: dict = {}
+            exec(code, scope)
+            x, c = np.array([1.0, 5.0]), np.array([3.0, 5.0])
+            assert scope["Halfway"]().exchange(x, c, None, Moment())
+            assert x.tolist() == c.tolist() == [2.0, 5.0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_understood(page):
+    for line in "\n".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["maniple", "run"]:
+            run = cli.commands["run"]
+            with click.Context(run, allow_interspersed_args=False) as context:
+                run.parse_args(context, words[2:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_make_targets_of_the_readme_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    for line in "\n".join(blocks(ROOT / "README.md", "sh")).splitlines():
+        if line.startswith("make "):
+            assert line.split()[1] in targets

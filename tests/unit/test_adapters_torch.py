@@ -1,0 +1,340 @@
+"""A torch module as a model."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from maniple.adapters import adapt
+from maniple.errors import InvalidArgument
+from maniple.layout import Layout
+from tests.unit.engines import engine
+from tests.unit.test_adapters import add
+
+torch = engine("torch")
+nn = torch.nn
+
+
+def names(model) -> list[str]:
+    return [entry.name for entry in model.entries]
+
+
+def train(module, optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum((p * p).sum() + p.sum() for p in module.parameters()).backward()
+        optimizer.step()
+
+
+def linear() -> "nn.Module":
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_contiguous_parameters_are_seen_in_their_own_memory(dtype):
+    module = linear().to(getattr(torch, dtype))
+    model = adapt(module)
+    assert names(model) == ["weight", "bias"]
+    model.begin()
+    for i, parameter in enumerate(module.parameters()):
+        assert model.array(i).dtype == dtype
+        assert model.array(i).ctypes.data == parameter.data_ptr()
+        assert model.array(i).size == parameter.numel()
+
+
+def transposed() -> "nn.Module":
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    return module
+
+
+MODULES = {
+    "float32": linear,
+    "bfloat16": lambda: linear().bfloat16(),
+    "float16": lambda: linear().half(),
+    "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "transposed": transposed,
+    "mixed": lambda: nn.Sequential(linear(), linear().double(), linear().half()),
+    "frozen": lambda: linear().requires_grad_(False),
+    "scalar": lambda: nn.ParameterDict({"s": nn.Parameter(torch.tensor(2.0))}),
+    "empty array": lambda: nn.ParameterDict({"e": nn.Parameter(torch.zeros(0, 3)), "w": nn.Parameter(torch.ones(2))}),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_pass_changes_the_parameters_themselves(kind):
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    strides = [p.stride() for p in module.parameters()]
+    add(adapt(module), 0.25)
+    for name, value in module.state_dict().items():
+        expected = (before[name].to(torch.float64) + 0.25).to(value.dtype)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+        assert value.dtype == before[name].dtype
+    assert [p.stride() for p in module.parameters()] == strides
+
+
+@pytest.mark.parametrize("kind", ["channels last", "transposed"])
+def test_flat_order_is_that_of_the_indices_whatever_the_strides(kind):
+    module = MODULES[kind]()
+    model = adapt(module)
+    model.begin()
+    expected = next(module.parameters()).detach().contiguous().view(-1).numpy()
+    np.testing.assert_array_equal(model.array(0), expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_half_precision_is_seen_as_float32(kind):
+    model = adapt(MODULES[kind]())
+    model.begin()
+    assert model.array(0).dtype == "float32"
+    assert model.entries[0].dtype == kind
+    assert set(Layout(model.entries).sizes) == {"float32"}
+
+
+def test_tied_weights_are_counted_once():
+    module = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "output": nn.Linear(3, 5, bias=False)})
+    module["output"].weight = module["embedding"].weight
+    model = adapt(module)
+    assert names(model) == ["embedding.weight"]
+    before = module["output"].weight.detach().clone()
+    add(model, 1)
+    torch.testing.assert_close(module["output"].weight.detach(), before + 1)
+
+
+def test_pass_leaves_gradients_and_the_graph_alone():
+    module = linear()
+    loss = module(torch.ones(1, 3)).sum()
+    add(adapt(module), 1)
+    loss.backward()
+    assert module.weight.grad is not None
+    assert module.weight.requires_grad
+    assert module.weight.is_leaf
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module, new: module.load_state_dict(new),
+        lambda module, new: setattr(module.weight, "data", new["weight"]),
+        lambda module, new: module.weight.data.copy_(new["weight"]),
+        lambda module, new: module.load_state_dict(new, assign=True),
+    ],
+    ids=["load_state_dict", "data reassigned", "data copied", "parameters replaced"],
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_values_loaded_in_between_are_those_that_are_shared(change, kind):
+    module = MODULES[kind]()
+    model = adapt(module)
+    add(model, 1)
+    change(module, {name: torch.full_like(value, 7) for name, value in module.state_dict().items()})
+    add(model, 1)
+    torch.testing.assert_close(module.weight.detach(), torch.full_like(module.weight, 8))
+
+
+def test_parameter_of_a_new_shape_is_refused_before_it_is_exchanged():
+    # The compiled kernels do not check bounds: a longer parameter would be written over its neighbours.
+    module = linear()
+    model = adapt(module)
+    module.weight.data = torch.zeros(20, 30)
+    with pytest.raises(InvalidArgument, match="weight"):
+        add(model, 1)
+
+
+def test_pass_that_was_cut_short_leaves_no_stale_copy():
+    module = linear().half()
+    model = adapt(module)
+    model.begin()
+    model.array(0)[:] = 99  # an error on the way: commit is never called
+    module.weight.data.fill_(5)
+    add(model, 1)
+    assert (module.weight == 6).all()
+
+
+def test_module_without_parameters_is_refused():
+    with pytest.raises(InvalidArgument, match="no floating-point array"):
+        Layout(adapt(nn.ReLU()).entries)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool"])
+def test_parameter_that_cannot_be_averaged_is_refused_by_name(dtype):
+    module = nn.Module()
+    module.odd = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)), requires_grad=False)
+    with pytest.raises(InvalidArgument, match=rf"'odd' {dtype}\[2\] cannot be shared"):
+        Layout(adapt(module).entries)
+
+
+# Buffers
+
+
+def test_floating_buffers_are_shared_and_counters_left_out():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert names(adapt(module))[-2:] == ["1.running_mean", "1.running_var"]
+    assert "1.num_batches_tracked" not in names(adapt(module))
+    add(adapt(module), 1)
+    assert (module[1].running_mean == 1).all()
+    assert module[1].num_batches_tracked == 0
+
+
+def test_buffers_stay_at_home_on_request():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert names(adapt(module, buffers=False)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_buffer_that_the_module_rebinds_is_the_one_that_is_shared():
+    module = nn.BatchNorm1d(2)
+    model = adapt(module)
+    module.running_mean = torch.full((2,), 10.0)
+    add(model, 1)
+    assert (module.running_mean == 11).all()
+
+
+# The optimizer's steps
+
+
+def test_hook_is_called_once_after_each_step_until_it_is_undone():
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen = []
+    undo = adapt(module, optimizer).on_step(lambda: seen.append(module.bias.detach().clone()))
+    for i in range(3):
+        train(module, optimizer)
+        assert len(seen) == i + 1
+        assert (seen[-1] == module.bias).all()  # after the update, not before
+    undo()
+    train(module, optimizer)
+    assert len(seen) == 3
+
+
+def test_undo_leaves_other_hooks_alone():
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    theirs, ours = [], []
+    optimizer.register_step_post_hook(lambda *_: theirs.append(1))
+    adapt(module, optimizer).on_step(lambda: ours.append(1))()
+    train(module, optimizer)
+    assert (len(theirs), len(ours)) == (1, 0)
+
+
+def test_without_an_optimizer_the_loop_tells_the_steps():
+    adapt(linear()).on_step(lambda: pytest.fail("nothing can call this"))()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", 0.1, nn.Linear(1, 1)])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with pytest.raises(InvalidArgument, match=r"torch\.optim\.Optimizer"):
+        adapt(linear(), optimizer)
+
+
+# Optimizer state
+
+OPTIMIZERS = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ("momentum_buffer",)),
+    "adam": (lambda p: torch.optim.Adam(p, lr=0.1), ("exp_avg", "exp_avg_sq")),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizer_state_is_shared_by_name(kind):
+    make, state = OPTIMIZERS[kind]
+    module = linear()
+    optimizer = make(module.parameters())
+    model = adapt(module, optimizer, state=state)
+    assert names(model) == ["weight", "bias", *(f"{key}.{name}" for key in state for name in ("weight", "bias"))]
+    train(module, optimizer)
+    before = optimizer.state[module.weight][state[0]].clone()
+    add(model, 1)
+    torch.testing.assert_close(optimizer.state[module.weight][state[0]], before + 1)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizer_state_from_the_center_waits_for_the_first_step(kind):
+    make, state = OPTIMIZERS[kind]
+    module = linear()
+    optimizer = make(module.parameters())
+    model = adapt(module, optimizer, state=state)
+    model.begin()
+    for i, entry in enumerate(model.entries):
+        if entry.name == f"{state[0]}.weight":
+            assert (model.array(i) == 0).all()  # nothing there yet
+            model.array(i)[:] = 42  # what a pull writes
+        model.commit(i)
+    seen = []
+    model.on_step(lambda: seen.append(optimizer.state[module.weight][state[0]].clone()))
+    train(module, optimizer)
+    assert (seen[0] == 42).all()
+    train(module, optimizer)
+    assert not (seen[1] == 42).any()  # handed over once, and trained on from there
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_of_a_new_center_does_not_wipe_the_first_step(kind):
+    # A center made by this worker has no momentum to give: its first gradient must count, as in plain training.
+    make, state = OPTIMIZERS[kind]
+    shared, plain = linear(), linear()
+    ours, theirs = make(shared.parameters()), make(plain.parameters())
+    model = adapt(shared, ours, state=state)
+    add(model, 0)
+    model.on_step(lambda: None)
+    train(shared, ours, steps=3)
+    train(plain, theirs, steps=3)
+    torch.testing.assert_close(shared.weight, plain.weight, rtol=0, atol=0)
+
+
+def test_state_of_a_loaded_optimizer_is_the_one_that_is_shared():
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model = adapt(module, optimizer, state=("momentum_buffer",))
+    train(module, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(module, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    add(model, 1)
+    before = saved["state"][0]["momentum_buffer"]
+    torch.testing.assert_close(optimizer.state[module.weight]["momentum_buffer"], before + 1)
+
+
+def test_state_of_parameters_that_the_optimizer_does_not_train_is_left_out():
+    module = nn.Sequential(linear(), linear())
+    optimizer = torch.optim.SGD(module[1].parameters(), lr=0.1, momentum=0.9)
+    model = adapt(module, optimizer, state=("momentum_buffer",))
+    assert names(model)[4:] == ["momentum_buffer.1.weight", "momentum_buffer.1.bias"]
+
+
+def test_wrong_name_of_a_state_lists_the_right_ones():
+    module = linear()
+    optimizer = torch.optim.Adam(module.parameters())
+    model = adapt(module, optimizer, state=("momentum_buffer",))
+    train(module, optimizer)
+    with pytest.raises(InvalidArgument, match=r"Adam keeps no state 'momentum_buffer'.*exp_avg, exp_avg_sq"):
+        add(model, 0)
+
+
+def test_state_that_is_no_array_of_the_parameter_s_shape_is_refused():
+    module = linear()
+    optimizer = torch.optim.Adam(module.parameters())
+    model = adapt(module, optimizer, state=("step",))
+    train(module, optimizer)
+    with pytest.raises(InvalidArgument, match="'step'"):
+        add(model, 0)
+
+
+def test_state_without_an_optimizer_is_refused():
+    with pytest.raises(InvalidArgument, match=r"'momentum_buffer'.*without an optimizer"):
+        adapt(linear(), state=("momentum_buffer",))
+
+
+def test_one_state_given_as_a_word_is_taken_as_one_name_or_refused_by_it():
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    try:
+        model = adapt(module, optimizer, state="momentum_buffer")
+    except InvalidArgument as error:
+        assert "momentum_buffer" in str(error)
+    else:
+        assert names(model)[2:] == ["momentum_buffer.weight", "momentum_buffer.bias"]

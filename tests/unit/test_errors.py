@@ -1,0 +1,59 @@
+"""The errors: one root, the builtin kin that users catch, an exit code for each."""
+
+import pytest
+
+import maniple
+from maniple import errors
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+
+
+def test_every_error_descends_from_the_public_root():
+    assert maniple.ManipleError is errors.ManipleError
+    assert len(KINDS) > 5
+    assert all(issubclass(kind, maniple.ManipleError) for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code"),
+    [
+        (errors.ManipleError, 4),
+        (errors.InvalidArgument, 2),
+        (errors.Conflict, 2),
+        (errors.SharedMemoryFull, 3),
+        (errors.LayoutMismatch, 1),
+        (errors.Diverged, 1),
+        (errors.WaitedTooLong, 1),
+        (errors.WorkerFailed, 1),
+    ],
+)
+def test_exit_code_of_each_error(kind, exit_code):
+    assert kind.exit_code == exit_code
+    assert f"{kind.__name__}" in errors.__doc__
+
+
+def test_every_error_has_its_exit_code_tested():
+    assert {kind.__name__ for kind in KINDS} == {
+        "Conflict",
+        "Diverged",
+        "InvalidArgument",
+        "LayoutMismatch",
+        "ManipleError",
+        "SharedMemoryFull",
+        "WaitedTooLong",
+        "WorkerFailed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [(errors.InvalidArgument, ValueError), (errors.SharedMemoryFull, OSError), (errors.WaitedTooLong, TimeoutError)],
+)
+def test_errors_are_caught_as_their_builtin_kin(kind, builtin):
+    with pytest.raises(builtin, match="words"):
+        raise kind("words")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_an_error_is_what_was_said(kind):
+    assert str(kind("what is wrong, the limit, what to do")) == "what is wrong, the limit, what to do"

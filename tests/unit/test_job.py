@@ -1,0 +1,100 @@
+"""The job: each worker's arguments, device, cores and thread variables."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maniple.center.segment import MAX_WORKERS
+from maniple.errors import InvalidArgument
+from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.place import THREAD_VARIABLES
+
+
+def job(**options) -> Job:
+    return Job(**{"script": Path(__file__)} | options)
+
+
+def test_rank_and_world_in_arguments_become_each_worker_s_own():
+    asked = job(args=("--shard", "part-{rank}-of-{world}.npz", "{rank}{rank}"), workers=4)
+    assert asked.arguments(3) == ["--shard", "part-3-of-4.npz", "33"]
+
+
+@pytest.mark.parametrize("arg", ['{"lr": 0.1}', "{}", "{0}", "{Rank}", "{ rank }", "{rank!r}", "{{", "%s", "$rank", ""])
+def test_other_braces_are_left_alone(arg):
+    assert job(args=(arg,), workers=2).arguments(1) == [arg]
+
+
+def test_workers_share_devices_in_turn():
+    asked = job(workers=5, devices=("cuda:0", "cuda:1"))
+    assert [asked.device(rank) for rank in range(5)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+    assert job().device(0) is None
+
+
+@given(st.sets(st.integers(0, 255), min_size=1, max_size=64), st.integers(1, 64))
+def test_cores_are_split_fairly_and_without_overlap(cores, workers):
+    cores = sorted(cores)
+    parts = split_cores(cores, workers)
+    assert len(parts) == workers
+    if workers > len(cores):
+        assert parts == [cores] * workers
+    else:
+        assert [core for part in parts for core in part] == cores
+        sizes = [len(part) for part in parts]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_thread_variables_are_set_except_where_the_user_has():
+    assert thread_variables(2, set()) == dict.fromkeys(THREAD_VARIABLES, "2")
+    left = thread_variables(2, {"OMP_NUM_THREADS"})
+    assert "OMP_NUM_THREADS" not in left
+    assert left["MKL_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("workers", [0, -1, MAX_WORKERS + 1])
+def test_number_of_workers_out_of_range_is_refused(workers):
+    with pytest.raises(InvalidArgument, match=f"{workers} workers"):
+        job(workers=workers).check()
+
+
+def test_negative_restarts_are_refused():
+    with pytest.raises(InvalidArgument, match="--restarts -1"):
+        job(restarts=-1).check()
+
+
+def test_negative_seed_is_refused_before_workers_start():
+    with pytest.raises(InvalidArgument, match="seed"):
+        job(seed=-1).check()
+
+
+def test_missing_script_names_the_near_one(tmp_path):
+    (tmp_path / "train.py").touch()
+    with pytest.raises(InvalidArgument, match=r"Did you mean .*train\.py"):
+        job(script=tmp_path / "trian.py").check()
+    with pytest.raises(InvalidArgument, match="no script"):
+        job(script=tmp_path / "nowhere" / "x.py").check()
+
+
+def test_folder_is_no_script(tmp_path):
+    with pytest.raises(InvalidArgument, match="no script"):
+        job(script=tmp_path).check()
+
+
+def test_good_job_passes():
+    job(workers=MAX_WORKERS, restarts=3).check()
+
+
+def test_what_was_asked_for_is_written_down():
+    asked = job(args=("a",), workers=2, rule="easgd", pace="every:5", devices=("cpu",), restarts=1, seed=9).asked()
+    expected = {
+        "args": ["a"],
+        "workers": 2,
+        "rule": "easgd",
+        "pace": "every:5",
+        "devices": ["cpu"],
+        "restarts": 1,
+        "seed": 9,
+    }
+    assert asked == {"script": str(Path(__file__).resolve())} | expected

@@ -1,0 +1,237 @@
+"""The kernels `blocks` (NumPy) and `fused` (numba): right, finite, equal to the last bit, without big temporaries."""
+
+import itertools
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from maniple.rules import blocks
+from maniple.rules.kernels import kernels, warm_up
+from tests.unit.engines import engine
+
+BLOCK = blocks.BLOCK
+SIZES = [0, 1, 2, 7, 1001, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17]
+DTYPES = ["float32", "float64"]
+
+
+@pytest.fixture(params=["blocks", "fused"], scope="module")
+def kernel(request) -> Any:
+    if request.param == "blocks":
+        return blocks
+    engine("numba")
+    from maniple.rules import fused
+
+    return fused
+
+
+@pytest.fixture(scope="module")
+def fused() -> Any:
+    engine("numba")
+    from maniple.rules import fused
+
+    return fused
+
+
+# Each update as (a call of the kernel, the equation for new x and new c before the guard).
+Call = Callable[[Any, np.ndarray, np.ndarray, np.ndarray], bool]
+UPDATES: dict[str, tuple[Call, Callable[..., Any]]] = {
+    "elastic": (lambda k, x, c, old: k.elastic(x, c, 0.3, 0.3), lambda r, x, c, old: elastic(r, x, c, 0.3, 0.3)),
+    "elastic, two shares": (
+        lambda k, x, c, old: k.elastic(x, c, 0.9, 0.1),
+        lambda r, x, c, old: elastic(r, x, c, 0.9, 0.1),
+    ),
+    "blend": (lambda k, x, c, old: k.blend(x, c, 0.7, 0.6), lambda r, x, c, old: (None, r(0.7) * c + r(0.6) * x)),
+    "blend, whole": (lambda k, x, c, old: k.blend(x, c, 1.0, 1.0), lambda r, x, c, old: (None, c + x)),
+    "difference": (
+        lambda k, x, c, old: k.difference(x, c, old, 1.0),
+        lambda r, x, c, old: (None, x + (c - old)),  # exact if nobody else has written
+    ),
+    "difference, scaled": (
+        lambda k, x, c, old: k.difference(x, c, old, 1 / 3),
+        lambda r, x, c, old: (None, c + r(1 / 3) * (x - old)),
+    ),
+}
+every_update = pytest.mark.parametrize("update", UPDATES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def elastic(real, x, c, center, worker):
+    d = x - c
+    return x - real(worker) * d, c + real(center) * d
+
+
+def expected(update: str, x: np.ndarray, c: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+    """What the equation and the guard say: a proposal that is not finite is left out, and the replica takes c."""
+    with np.errstate(all="ignore"):
+        new_x, new_c = UPDATES[update][1](x.dtype.type, x, c, old)
+        fine = np.isfinite(x - c) if update.startswith("elastic") else np.isfinite(new_c)
+    new_c = np.where(fine, new_c, c)
+    new_x = new_c if new_x is None else np.where(fine, new_x, c)
+    return new_x, new_c, bool(fine.all())
+
+
+def values(seed: int, size: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x, c, old = (rng.normal(scale=10.0 ** rng.integers(-6, 6), size=size).astype(dtype) for _ in range(3))
+    return x, c, old
+
+
+def sprinkle(x: np.ndarray, seed: int) -> None:
+    """Put some values into `x` that are not finite, or whose differences and sums overflow."""
+    rng = np.random.default_rng(seed)
+    largest = np.finfo(x.dtype).max
+    if x.size:
+        where = rng.integers(0, x.size, max(1, min(9, x.size // 2)))
+        x[where] = rng.choice([np.nan, np.inf, -np.inf, largest, -largest], where.size)
+
+
+@every_update
+def test_kernel_follows_the_equation_to_the_last_bit(kernel, update):
+    for dtype, size in itertools.product(DTYPES, SIZES):
+        x, c, old = values(size, size, dtype)
+        new_x, new_c, _ = expected(update, x, c, old)
+        assert UPDATES[update][0](kernel, x, c, old) is True, (dtype, size)
+        assert x.tobytes() == new_x.tobytes(), (dtype, size)
+        assert c.tobytes() == new_c.tobytes(), (dtype, size)
+
+
+@every_update
+def test_values_that_are_not_finite_are_refused_one_by_one(kernel, update):
+    for dtype, size in itertools.product(DTYPES, SIZES[1:]):
+        x, c, old = values(size, size, dtype)
+        sprinkle(x, size)
+        new_x, new_c, is_clean = expected(update, x, c, old)
+        assert UPDATES[update][0](kernel, x, c, old) is is_clean, (dtype, size)
+        assert np.isfinite(c).all(), (dtype, size)
+        np.testing.assert_array_equal(c, new_c)
+        np.testing.assert_array_equal(x, new_x)
+
+
+@every_update
+def test_one_bad_value_anywhere_is_noticed_and_its_element_restored(kernel, update):
+    size = BLOCK + 5
+    for bad, place in itertools.product([np.nan, np.inf, -np.inf], [0, BLOCK - 1, BLOCK, size - 1]):
+        x, c, old = values(1, size, "float32")
+        x[place] = bad
+        kept = c[place]
+        assert UPDATES[update][0](kernel, x, c, old) is False, (bad, place)
+        assert x[place] == c[place] == kept, (bad, place)
+        assert not update.startswith("difference") or old[place] == kept, (bad, place)
+
+
+@every_update
+def test_large_values_whose_sum_overflows_are_not_refused(kernel, update):
+    x = np.full(100, 3e38, "float32")
+    c, old = np.zeros_like(x), np.zeros_like(x)
+    new_x, new_c, is_clean = expected(update, x, c, old)
+    assert is_clean
+    assert UPDATES[update][0](kernel, x, c, old) is True
+    assert x.tobytes() == new_x.tobytes()
+    assert c.tobytes() == new_c.tobytes()
+
+
+@every_dtype
+def test_proposal_that_overflows_is_refused(kernel, dtype):
+    largest = np.finfo(dtype).max
+    for call in (
+        lambda x, c: kernel.elastic(x, c, 0.5, 0.5),
+        lambda x, c: kernel.blend(x, -c, 1.0, 1.0),
+        lambda x, c: kernel.difference(x, -c, np.zeros_like(c), 1.0),
+    ):
+        x, c = np.array([largest, 1], dtype), np.array([-largest, -1], dtype)
+        assert call(x, c) is False
+        assert np.isfinite(c).all()
+        assert np.isfinite(x).all()
+
+
+@every_dtype
+def test_difference_remembers_the_center(kernel, dtype):
+    x, c, old = values(3, 100, dtype)
+    x[3] = np.nan
+    kernel.difference(x, c, old, 1.0)
+    assert old.tobytes() == c.tobytes() == x.tobytes()
+
+
+@every_update
+@every_dtype
+@given(data=st.data())
+def test_both_kernels_give_the_same_bits(fused, update, dtype, data):
+    shape = st.shared(st.integers(1, 12), key="size")
+    anything = st.floats(width=int(dtype[5:]))
+    finite = st.floats(width=int(dtype[5:]), allow_nan=False, allow_infinity=False)
+    x = data.draw(hnp.arrays(dtype, shape, elements=anything), "x")
+    c, old = (data.draw(hnp.arrays(dtype, shape, elements=finite), name) for name in ("c", "old"))
+    twin = x.copy(), c.copy(), old.copy()
+    clean = UPDATES[update][0](blocks, x, c, old)
+    assert UPDATES[update][0](fused, *twin) is clean
+    assert [a.tobytes() for a in (x, c)] == [a.tobytes() for a in twin[:2]]
+    if update.startswith("difference"):
+        assert old.tobytes() == twin[2].tobytes()
+    assert np.isfinite(c).all()
+    assert np.isfinite(x).all()
+
+
+@every_update
+@given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.sampled_from([5, 1001, BLOCK + 1]), st.booleans())
+@example(0, "float32", 2 * BLOCK + 17, True)
+def test_both_kernels_give_the_same_bits_at_length(fused, update, seed, dtype, size, poison):
+    x, c, old = values(seed, size, dtype)
+    if poison:
+        sprinkle(x, seed)
+    twin = x.copy(), c.copy(), old.copy()
+    clean = UPDATES[update][0](blocks, x, c, old)
+    assert UPDATES[update][0](fused, *twin) is clean
+    assert [a.tobytes() for a in (x, c)] == [a.tobytes() for a in twin[:2]]
+
+
+def test_refused_element_of_the_center_keeps_its_sign_of_zero(kernel):
+    x, c = np.array([np.nan]), np.array([-0.0])
+    assert kernel.elastic(x, c, 0.5, 0.5) is False
+    assert np.signbit(c[0])
+
+
+def test_kernels_work_in_place_without_warnings(kernel, recwarn):
+    x, c, old = values(0, BLOCK + 1, "float32")
+    sprinkle(x, 0)
+    for call, _ in UPDATES.values():
+        call(kernel, x.copy(), c.copy(), old.copy())
+    assert not recwarn.list
+
+
+@every_update
+def test_kernel_makes_no_temporaries_of_the_model_s_size(kernel, update):
+    x, c, old = (np.ones(10_000_000, "float32") for _ in range(3))
+    warm_up(["float32"])
+    tracemalloc.start()
+    try:
+        UPDATES[update][0](kernel, x, c, old)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2e6
+
+
+def test_rule_of_one_s_own_makes_no_temporaries_of_the_model_s_size():
+    x, c, memory = (np.ones(10_000_000, "float32") for _ in range(3))
+    tracemalloc.start()
+    try:
+        blocks.mixed(x, c, memory, lambda x, c, m: ((x + c) / 2, (x + m) / 2))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2e6
+
+
+def test_compiled_kernels_are_used_where_numba_is_installed(fused):
+    assert kernels() is fused
+
+
+def test_numpy_kernels_are_used_without_numba(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert kernels.__wrapped__() is blocks

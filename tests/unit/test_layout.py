@@ -1,0 +1,110 @@
+"""The layout: places in the flat vectors, and how a difference between two workers is named."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maniple.contracts import Entry
+from maniple.errors import InvalidArgument, LayoutMismatch
+from maniple.layout import Layout
+
+DTYPES = st.sampled_from(["float16", "bfloat16", "float32", "float64"])
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+ENTRIES = st.lists(
+    st.builds(Entry, st.text("abü.'\"", max_size=4), SHAPES, DTYPES), min_size=1, max_size=8, unique_by=lambda e: e.name
+)
+
+W = Entry("w", (2, 3), "float32")
+B = Entry("b", (3,), "float32")
+S = Entry("s", (1,), "float64")
+
+
+def test_entries_lie_one_after_the_other_in_the_vector_of_their_dtype():
+    layout = Layout([W, S, B])
+    assert layout.places == [("float32", 0, 6), ("float64", 0, 1), ("float32", 6, 9)]
+    assert layout.sizes == {"float32": 9, "float64": 1}
+    assert layout.size_bytes == 44
+
+
+def test_half_precision_is_kept_as_float32():
+    layout = Layout([Entry("a", (2,), "float16"), Entry("b", (3,), "bfloat16")])
+    assert layout.sizes == {"float32": 5}
+
+
+@given(ENTRIES)
+def test_views_cover_the_vectors_without_overlap(entries):
+    layout = Layout(entries)
+    flat = layout.allocate()
+    for i, (view, entry) in enumerate(zip(layout.views(flat), entries, strict=True)):
+        assert view.size == entry.size == int(np.prod(entry.shape))
+        view += i + 1
+    total = sum(float(vector.sum()) for vector in flat.values())
+    assert total == sum((i + 1) * entry.size for i, entry in enumerate(entries))
+    assert layout.size_bytes == sum(vector.nbytes for vector in flat.values())
+
+
+def test_scalar_has_one_place_and_an_empty_array_none():
+    layout = Layout([Entry("empty", (0, 3), "float32"), Entry("scalar", (), "float32"), Entry("none", (0,), "float64")])
+    assert [view.size for view in layout.views(layout.allocate())] == [0, 1, 0]
+
+
+@given(ENTRIES)
+def test_table_makes_the_same_layout_in_another_process(entries):
+    layout = Layout(entries)
+    again = Layout.from_table(layout.table)
+    assert again.entries == layout.entries
+    assert again.digest == layout.digest
+    assert again.places == layout.places
+    layout.require(again, "the center")
+
+
+@given(ENTRIES, ENTRIES)
+def test_digests_are_equal_exactly_when_entries_are(mine, theirs):
+    assert (Layout(mine).digest == Layout(theirs).digest) == (mine == theirs)
+    if mine != theirs:
+        with pytest.raises(LayoutMismatch):
+            Layout(mine).require(Layout(theirs), "the center")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        ([W], [W, B], "parameter 1 is nothing, but the center has 'b' float32[3] there"),
+        ([W, B, S], [W, B], "parameter 2 is 's' float64[1], but the center has nothing there"),
+        (
+            [W, Entry("bias", (3,), "float32")],
+            [W, B],
+            "parameter 1 is 'bias' float32[3], but the center has 'b' float32[3]",
+        ),
+        (
+            [Entry("w", (3, 2), "float32"), B],
+            [W, B],
+            "parameter 0 is 'w' float32[3, 2], but the center has 'w' float32[2, 3]",
+        ),
+        ([W, Entry("b", (3,), "float64")], [W, B], "parameter 1 is 'b' float64[3], but the center has 'b' float32[3]"),
+        ([W, Entry("b", (3,), "float16")], [W, B], "parameter 1 is 'b' float16[3], but the center has 'b' float32[3]"),
+        ([B, W], [W, B], "parameter 0 is 'b' float32[3], but the center has 'w' float32[2, 3]"),
+    ],
+    ids=["missing", "extra", "renamed", "reshaped", "other dtype", "half precision", "other order"],
+)
+def test_first_difference_is_named(mine, theirs, words):
+    with pytest.raises(LayoutMismatch) as caught:
+        Layout(mine).require(Layout(theirs), "the center")
+    assert words in str(caught.value)
+
+
+def test_two_arrays_of_one_name_are_refused():
+    with pytest.raises(InvalidArgument, match="'w' stands for two arrays"):
+        Layout([W, W])
+
+
+def test_model_without_arrays_is_refused():
+    with pytest.raises(InvalidArgument, match="no floating-point array"):
+        Layout([])
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "float128", "<U3", ">f4"])
+def test_dtype_that_cannot_be_averaged_is_refused_by_name(dtype):
+    with pytest.raises(InvalidArgument, match=r"'counts' .*\[2\] cannot be shared"):
+        Layout([W, Entry("counts", (2,), dtype)])

@@ -1,0 +1,78 @@
+"""The place: what the launcher writes into the environment is what the worker finds."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maniple.errors import InvalidArgument
+from maniple.place import DEFAULT_SEED, THREAD_VARIABLES, Place, asked_threads, environment, find, shared_memory
+
+WORD = st.none() | st.text("abc:=0.5,", min_size=1)
+PLACES = st.builds(
+    Place,
+    rank=st.integers(0, 99),
+    world=st.integers(1, 100),
+    local_rank=st.integers(0, 99),
+    local_world=st.integers(1, 100),
+    run=st.none() | st.just(Path("/runs/my run")),
+    segment=st.just(Path("/dev/shm/maniple-1")),
+    rule=WORD,
+    pace=WORD,
+    device=WORD,
+    seed=st.integers(0, 2**31),
+    restarts=st.integers(0, 9),
+)
+
+
+@given(PLACES)
+def test_worker_finds_the_place_that_the_launcher_wrote(place):
+    assert find(environment(place)) == place
+
+
+def test_without_a_launcher_it_is_a_world_of_one():
+    place = find({})
+    assert place.is_alone
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (0, 1, 0, 1)
+    assert place.seed == DEFAULT_SEED
+    assert place.run is None
+
+
+def test_place_of_a_run_is_not_alone():
+    assert not find({"MANIPLE_SEGMENT": "/dev/shm/maniple-1"}).is_alone
+
+
+def test_alone_the_device_and_the_seed_may_still_be_asked_for():
+    place = find({"MANIPLE_DEVICE": "cuda:1", "MANIPLE_SEED": "7"})
+    assert (place.device, place.seed) == ("cuda:1", 7)
+
+
+def test_another_launcher_s_workers_are_refused_instead_of_trained_apart():
+    with pytest.raises(InvalidArgument, match=r"WORLD_SIZE=4.*maniple run -n 4"):
+        find({"RANK": "1", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "3"}])
+def test_one_worker_of_another_launcher_or_leftover_variables_train_alone(env):
+    assert find(env).is_alone
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MANIPLE_SEED"])
+def test_variable_that_is_no_number_is_named(name):
+    with pytest.raises(InvalidArgument, match=f"{name}='two'"):
+        find({"MANIPLE_SEGMENT": "/dev/shm/maniple-1", name: "two"})
+
+
+def test_shared_memory_is_dev_shm_unless_told_otherwise():
+    assert shared_memory({}) == Path("/dev/shm")
+    assert shared_memory({"MANIPLE_SHM": "/mnt/ram"}) == Path("/mnt/ram")
+
+
+def test_empty_variable_does_not_put_the_center_into_the_current_folder():
+    assert shared_memory({"MANIPLE_SHM": ""}) == Path("/dev/shm")
+
+
+def test_thread_variables_that_the_user_set_are_known():
+    assert asked_threads({"OMP_NUM_THREADS": "8", "PATH": "/bin"}) == {"OMP_NUM_THREADS"}
+    assert asked_threads(dict.fromkeys(THREAD_VARIABLES, "1")) == set(THREAD_VARIABLES)

@@ -1,0 +1,246 @@
+"""The replica's dealings with a center: what is exchanged when, and that nothing is counted twice."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from maniple import EASGD, Downpour, Every, RateLimit, Replica, Rule
+from maniple.adapters import adapt
+from maniple.center import Segment, Shared
+from maniple.errors import Diverged, InvalidArgument, WaitedTooLong
+from maniple.record import Events
+
+
+class Owner:
+    """What a replica asks of its worker."""
+
+    def samples_taken(self) -> int:
+        return 0
+
+    def end_if_told(self) -> None:
+        pass
+
+
+@pytest.fixture
+def segment(tmp_path):
+    segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
+    yield segment
+    segment.remove()
+
+
+@pytest.fixture
+def share(segment):
+    """Share a dict of arrays as a worker would; gives the replica."""
+    replicas: list[Replica] = []
+
+    def share(params, rule: Rule, pace=None) -> Replica:
+        model = adapt(params)
+        center, _ = Shared.open_or_create(segment, "center-0", model, rank=len(replicas))
+        segment.mark(len(replicas), 1)
+        replica = Replica(model, center, rule=rule, pace=pace or Every(1), events=Events(None), worker=Owner())
+        replica.pull()
+        replicas.append(replica)
+        return replica
+
+    yield share
+    for replica in replicas:
+        replica.finish(exchange=False)
+
+
+def value(segment) -> float:
+    """The center's first value."""
+    center = Shared.open(segment, segment.path / "center-0")
+    result = float(center.read(0).reshape(-1)[0])
+    center.close()
+    return result
+
+
+def test_exchange_comes_when_the_pace_says_so(share, segment):
+    params = {"w": np.zeros(2)}
+    replica = share(params, Downpour(), Every(3))
+    seen = []
+    for _ in range(7):
+        params["w"] += 1
+        replica.step()
+        seen.append(value(segment))
+    assert seen == [0, 0, 3, 3, 3, 6, 6]
+    assert replica.steps == 7
+    replica.finish(exchange=True)  # the last steps are not lost
+    assert value(segment) == 7
+
+
+def test_alone_every_call_is_a_no_op():
+    params = {"w": np.ones(2)}
+    replica = Replica(adapt(params), None, rule=Downpour(), pace=Every(1), events=Events(None), worker=Owner())
+    replica.step()
+    replica.exchange()
+    replica.pull()
+    replica.push()
+    with replica.center():
+        params["w"] += 1  # alone, the replica is the center
+    replica.finish(exchange=True)
+    np.testing.assert_array_equal(params["w"], 2)
+    assert replica.steps == 1
+
+
+def test_live_workers_are_counted_for_the_rule(share):
+    replica = share({"w": np.zeros(2)}, EASGD())
+    other = {"w": np.ones(2)}
+    share(other, EASGD())  # the second worker: alpha is 0.9 / 2 from now on
+    replica._model._arrays["w"][:] = 1
+    replica.exchange()
+    np.testing.assert_allclose(replica._model._arrays["w"], 0.55)
+
+
+def test_push_is_not_counted_again_by_the_next_exchange(share, segment):
+    params = {"w": np.zeros(2)}
+    replica = share(params, Downpour())
+    params["w"] += 1
+    replica.push()
+    assert value(segment) == 1
+    replica.exchange()
+    assert value(segment) == 1
+
+
+def test_pull_throws_own_changes_away_for_good(share, segment):
+    params = {"w": np.zeros(2)}
+    replica = share(params, Downpour())
+    params["w"] += 5
+    replica.pull()
+    np.testing.assert_array_equal(params["w"], 0)
+    replica.exchange()
+    assert value(segment) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_look_at_the_center_gives_the_replica_back_bit_for_bit(share, dtype):
+    params = {"w": np.zeros((2, 3), dtype), "t": np.zeros((2, 3), dtype).T}
+    replica = share(params, EASGD())
+    rng = np.random.default_rng(0)
+    for array in params.values():
+        array[...] = rng.normal(size=array.shape)
+    before = [array.tobytes() for array in params.values()]
+    with replica.center():
+        assert not params["w"].any()
+    assert [array.tobytes() for array in params.values()] == before
+
+
+def test_look_at_the_center_does_not_change_what_is_exchanged(share, segment):
+    mine, theirs = {"w": np.zeros(1)}, {"w": np.zeros(1)}
+    replica, other = share(mine, Downpour()), share(theirs, Downpour())
+    theirs["w"] += 10
+    other.exchange()
+    mine["w"] += 1
+    with replica.center():
+        assert mine["w"] == 10
+    replica.exchange()
+    assert value(segment) == 11
+
+
+def test_look_at_the_center_does_not_hide_how_stale_the_replica_is(share, segment):
+    mine, theirs = {"w": np.zeros(1)}, {"w": np.zeros(1)}
+    replica, other = share(mine, Downpour(compensate=True)), share(theirs, Downpour())
+    for _ in range(3):
+        theirs["w"] += 1
+        other.exchange()
+    with replica.center():
+        pass
+    mine["w"] += 8
+    replica.exchange()
+    assert value(segment) == 3 + 8 / 4
+
+
+def test_replica_is_given_back_when_the_look_fails(share):
+    params = {"v": np.zeros(2), "w": np.zeros(2)}
+    replica = share(params, Downpour())
+    params["v"] += 1
+    params["w"] += 1
+
+    def fail(model, *_, **__):
+        model.array(0)[:] = 99
+        raise WaitedTooLong("the lock of parameter 'w'")
+
+    replica._center.pull = fail
+    with pytest.raises(WaitedTooLong), replica.center():
+        pytest.fail("the block must not run")
+    np.testing.assert_array_equal(params["v"], 1)
+
+
+def test_error_in_the_block_gives_the_replica_back_too(share):
+    params = {"w": np.zeros(2)}
+    replica = share(params, EASGD())
+    params["w"] += 1
+    with pytest.raises(KeyError), replica.center():
+        raise KeyError
+    np.testing.assert_array_equal(params["w"], 1)
+    replica.step()
+
+
+def test_training_while_looking_at_the_center_is_refused(share):
+    replica = share({"w": np.zeros(2)}, EASGD())
+    with replica.center():
+        with pytest.raises(InvalidArgument, match=r"inside `with replica\.center"):
+            replica.step()
+        with pytest.raises(InvalidArgument, match="another `with replica"), replica.center():
+            pass
+
+
+def test_exchange_while_looking_at_the_center_does_not_count_others_twice(share, segment):
+    mine, theirs = {"w": np.zeros(1)}, {"w": np.zeros(1)}
+    replica, other = share(mine, Downpour()), share(theirs, Downpour())
+    theirs["w"] += 10
+    other.exchange()
+    with replica.center(), contextlib.suppress(InvalidArgument):  # refused, or harmless
+        replica.exchange()
+    replica.exchange()
+    assert value(segment) == 10
+
+
+def test_diverged_replica_is_warned_gets_the_center_s_values_and_ends_at_the_third(share, segment):
+    params = {"w": np.zeros(2), "b": np.zeros(2)}
+    replica = share(params, EASGD())
+    for _ in range(2):
+        params["b"][:] = np.nan
+        with pytest.warns(UserWarning, match="'b'"):
+            replica.exchange()
+        np.testing.assert_array_equal(params["b"], 0)
+    params["b"][:] = np.inf
+    with pytest.raises(Diverged, match=r"3 exchanges in a row .*'b'"):
+        replica.exchange()
+    assert value(segment) == 0
+
+
+def test_recovery_forgives_earlier_refusals(share):
+    params = {"w": np.zeros(2)}
+    replica = share(params, EASGD())
+    for _ in range(3):
+        for _ in range(2):
+            params["w"][:] = np.nan
+            with pytest.warns(UserWarning, match="'w'"):
+                replica.exchange()
+        replica.exchange()
+
+
+def test_pull_in_the_middle_does_not_forget_what_exchanges_cost(share):
+    pace = RateLimit(0.5)
+    replica = share({"w": np.zeros(2)}, EASGD(), pace)
+    for _ in range(20):
+        pace.exchanged(100.0, 10)
+    assert not pace.due(1, 4050.0)  # 2000 s were spent, and the next 100 s would make more than a half
+    replica.pull()
+    assert not pace.due(1, 4050.0)
+
+
+def test_samples_are_counted_as_told(share):
+    params = {"w": np.zeros(2)}
+    replica = share(params, EASGD())
+    for samples in (32, 32, 7):
+        replica.samples = samples
+        replica.step()
+    assert replica.total_samples == 71
+
+
+def test_replica_cannot_be_made_of_what_cannot_be_shared():
+    with pytest.raises(InvalidArgument, match="'n' int64"):
+        Replica(adapt({"n": np.arange(3)}), None, rule=EASGD(), pace=Every(1), events=Events(None), worker=Owner())

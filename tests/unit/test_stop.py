@@ -1,0 +1,67 @@
+"""Stopping after a duration, on a clock of our own."""
+
+import math
+
+import numpy as np
+import pytest
+
+from maniple import StopAfter, Worker
+from maniple.errors import InvalidArgument
+from maniple.place import Place
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, as a list of one number that a test may set."""
+    now = [1000.0]
+    monkeypatch.setattr("maniple.worker.stop.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_stop_is_due_after_the_duration_and_stays_so(clock):
+    stop = StopAfter(60)
+    assert not stop.is_due
+    clock[0] += 59.9
+    assert not stop.is_due
+    clock[0] += 0.1
+    assert stop.is_due
+    clock[0] += 1e6
+    assert stop.is_due
+
+
+def test_worker_that_was_given_a_stop_stops_in_time(clock):
+    worker = Worker(Place())
+    worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
+    sampler = iter(worker.sampler(range(10)))
+    assert not worker.should_stop
+    next(sampler)
+    clock[0] += 61
+    assert worker.should_stop
+    assert list(sampler) == []
+
+
+def test_worker_without_a_stop_goes_on(clock):
+    worker = Worker(Place())
+    worker.share({"w": np.zeros(2)})
+    clock[0] += 1e9
+    assert not worker.should_stop
+
+
+def test_second_share_without_a_stop_keeps_the_first_one_s(clock):
+    worker = Worker(Place())
+    worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
+    worker.share({"v": np.zeros(2)})
+    clock[0] += 61
+    assert worker.should_stop
+
+
+@pytest.mark.parametrize("duration", [0, -1, math.nan])
+def test_duration_that_is_not_above_0_is_refused(duration):
+    with pytest.raises(InvalidArgument, match="total_duration"):
+        StopAfter(duration)
+
+
+def test_endless_duration_never_stops(clock):
+    stop = StopAfter(math.inf)
+    clock[0] += 1e12
+    assert not stop.is_due
