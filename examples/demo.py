@@ -18,9 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
 
-import digits
 from maniple.record import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,12 +45,24 @@ def train_together(runs: Path, workers: int, *options: str) -> Path:
     return runs / name
 
 
-def measure(run: Path) -> tuple[float, list[float]]:
+def measure(run: Path) -> tuple[float, dict[int, float]]:
     """The samples/s of all workers together, and the test accuracy of each one's own replica."""
     rows = [read_events(path) for path in sorted((run / "events").glob("worker-*.jsonl"))]
     last = [[row for row in worker if row["event"] == "progress"][-1] for worker in rows]
-    own = [row["own_accuracy"] for worker in rows for row in worker if "own_accuracy" in row]
+    own = {row["worker"]: row["own_accuracy"] for worker in rows for row in worker if "own_accuracy" in row}
     return sum(row["samples"] for row in last) / max(row["elapsed"] for row in last), own
+
+
+def center_accuracy(run: Path) -> float:
+    """The test accuracy of the center that the run has saved."""
+    from safetensors.torch import load_file  # here, since PyTorch takes seconds to load
+
+    import digits
+
+    parameters = load_file(run / "center" / "center-0.safetensors")
+    model = digits.build(hidden=len(parameters["0.bias"]))
+    model.load_state_dict(parameters)
+    return digits.accuracy(model, *digits.load()[2:])
 
 
 def main() -> None:
@@ -72,21 +82,16 @@ def main() -> None:
     run = train_together(args.runs.resolve(), args.workers, "--epochs", str(args.epochs))
     together, own = measure(run)
 
-    parameters = load_file(run / "center" / "center-0.safetensors")
-    model = digits.build(hidden=len(parameters["0.bias"]))
-    model.load_state_dict(parameters)
-    center = digits.accuracy(model, *digits.load()[2:])
-
     table = Table("", "samples/s", "test accuracy", title="one experiment, alone and shared", title_justify="left")
     table.add_row("alone, 1 thread", f"{one_thread:,.0f}", f"{accuracy:.1%}")
     table.add_row("alone, all cores", f"{all_cores:,.0f}", "")
-    table.add_row(f"{args.workers} workers: the center", f"{together:,.0f}", f"{center:.1%}")
-    for rank, value in enumerate(own):
+    table.add_row(f"{args.workers} workers: the center", f"{together:,.0f}", f"{center_accuracy(run):.1%}")
+    for rank, value in sorted(own.items()):
         table.add_row(f"  worker {rank}'s own replica", "", f"{value:.1%}")
     table.add_row("speed-up over the faster one alone", f"{together / max(one_thread, all_cores):.2f} x", "")
     Console().print(table)
     if (cores := len(os.sched_getaffinity(0))) < args.workers:
-        print(f"This machine has {cores} core for {args.workers} workers: no speed-up can be expected.")
+        print(f"Cores: {cores}, workers: {args.workers}. Workers that share a core cannot be faster.")
     print(f"run folder: {run}")
 
 

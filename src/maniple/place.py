@@ -5,7 +5,6 @@ two ends of each name stand side by side.
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    node: str = field(default_factory=socket.gethostname)
+    node: str = field(default_factory=lambda: os.uname().nodename)
     run: Path | None = None  # the run folder; None when alone
     segment: Path | None = None  # the shared-memory folder of the run's center
     rule: str | None = None  # what the command line asked for, in its own words

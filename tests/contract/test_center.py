@@ -381,6 +381,27 @@ def test_exchange_without_a_change_leaves_the_center_alone(centers, dtype):
     np.testing.assert_array_equal(late.memory[1], center)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_memory_of_a_rule_of_one_s_own_is_kept_from_exchange_to_exchange(centers, dtype):
+    class Counting(Rule):
+        """Counts exchanges since the last pull, and puts the count into the center."""
+
+        memory = True
+
+        def mix(self, x, c, memory):
+            memory += 1
+            return x, memory
+
+        def remember(self, c, memory):
+            memory[:] = 0
+
+    worker = Worker(centers, some(0, dtype))
+    for _ in range(3):
+        worker.exchange(Counting())
+    worker.pull()
+    assert_all(worker.params, 3)
+
+
 @pytest.mark.parametrize("rule", [EASGD(0), Downpour()], ids=repr)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("every", [1, 10])

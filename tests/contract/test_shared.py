@@ -502,12 +502,13 @@ def test_segment_of_a_dead_host_is_saved_and_removed(tmp_path):
     assert sweep(root, nothing) == []
 
 
-def test_segment_that_cannot_be_saved_stays_and_does_not_stop_the_others(tmp_path):
+@pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("run.json is damaged")], ids=repr)
+def test_segment_that_cannot_be_saved_stays_and_does_not_stop_the_others(tmp_path, error):
     paths = [dead(tmp_path, tmp_path, f"{i:016x}") for i in range(3)]
 
     def salvage(segment: Segment, run: Path) -> None:
         if segment.path == paths[1]:
-            raise OSError("No space left on device")
+            raise error
 
     assert sorted(sweep(tmp_path, salvage)) == [paths[0], paths[2]]
     assert sweep(tmp_path, lambda segment, run: None) == [paths[1]]

@@ -1,7 +1,7 @@
 """Golden histories: three workers in a fixed order on a small problem, one center's path per rule.
 
-A change that claims no effect on the numbers leaves these as they are. To change them on purpose, delete histories.json, run this
-test, and say why in the commit.
+A change that claims no effect on the numbers leaves these as they are. To change them on purpose, delete
+histories.json, run this test, and say why in the commit.
 """
 
 import json

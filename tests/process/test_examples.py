@@ -99,7 +99,7 @@ def lstm_data() -> tuple[tuple[str, ...], float]:
     if folder:
         path = Path(folder) / "imdb_200tok_10k.npz"
         return ("--data", str(path), "--reviews", "3000", "--length", "100", "--epochs", "3"), 62
-    return ("--epochs", "5"), 85
+    return ("--length", "25", "--epochs", "4"), 85
 
 
 def test_lstm_learns_alone():
@@ -144,7 +144,7 @@ def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
 
 def test_the_demo_compares_and_tells_the_truth(tmp_path):
     pytest.importorskip("sklearn")
-    printed = alone("demo.py", "--epochs", "8", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
+    printed = alone("demo.py", "--epochs", "5", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
     assert re.search(r"speed-up over the faster one alone *│ *[\d.]+ x", printed), printed
     (run,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     shown = re.search(r"the center *│ *[\d,]+ *│ *([\d.]+)%", printed)

@@ -78,10 +78,8 @@ def test_a_run_never_overwrites_another(run):
 
 
 def test_a_script_that_raises_ends_the_run_with_its_last_lines(run):
-    done = run(
-        TRAINING.replace("replica.step()", "replica.step()\n        if step == 5 and worker.rank == 1: raise RuntimeError('five')"),
-        "-n", "2",
-    )  # fmt: skip
+    failing = "replica.step()\n        if step == 5 and worker.rank == 1: raise RuntimeError('five')"
+    done = run(TRAINING.replace("replica.step()", failing), "-n", "2")
     assert done.process.returncode == 1
     assert "worker 1 ended with exit code 1, so the run ends" in done.output
     assert "RuntimeError: five" in done.output

@@ -4,8 +4,12 @@ import copy
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from maniple.adapters import adapt
+from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
 from tests.unit.engines import engine
@@ -144,6 +148,34 @@ def test_parameter_of_a_new_shape_is_refused_before_it_is_exchanged():
     module.weight.data = torch.zeros(20, 30)
     with pytest.raises(InvalidArgument, match="weight"):
         add(model, 1)
+
+
+def test_parameter_that_was_taken_away_is_named():
+    module = linear()
+    model = adapt(module)
+    module.bias = None
+    with pytest.raises(InvalidArgument, match="bias"):
+        add(model, 1)
+
+
+def test_layer_that_was_replaced_is_the_one_that_is_shared():
+    module = nn.Sequential(linear(), linear())
+    model = adapt(module)
+    module[1] = linear()
+    before = module[1].bias.detach().clone()
+    add(model, 1)
+    torch.testing.assert_close(module[1].bias.detach(), before + 1)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@given(hnp.arrays("float32", 8, elements=st.floats(width=32)))
+@example(np.array([3.4e38, -3.4e38, 65519.9, 65520, 1 + 2**-8, 1 + 3 * 2**-8, 1e-45, -0.0], "float32"))
+def test_center_is_rounded_as_torch_rounds_it(kind, values):
+    # What a rule remembers must be what the parameter holds, or the difference counts as a change of this worker's.
+    rounded = values.copy()
+    Layout([Entry("w", values.shape, kind)]).round(0, rounded)
+    expected = torch.from_numpy(values).to(getattr(torch, kind)).float().numpy()
+    np.testing.assert_array_equal(rounded, expected)
 
 
 def test_pass_that_was_cut_short_leaves_no_stale_copy():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from maniple.center.segment import MAX_WORKERS
@@ -32,7 +32,9 @@ def test_workers_share_devices_in_turn():
     assert job().device(0) is None
 
 
-@given(st.sets(st.integers(0, 255), min_size=1, max_size=64), st.integers(1, 64))
+@given(st.sets(st.integers(0, 255), min_size=1, max_size=64), st.integers(1, 12))
+@example({0, 1, 2, 3, 4}, 2)
+@example({0, 1}, 3)
 def test_cores_are_split_fairly_and_without_overlap(cores, workers):
     cores = sorted(cores)
     parts = split_cores(cores, workers)

@@ -41,6 +41,7 @@ def test_views_cover_the_vectors_without_overlap(entries):
         view += i + 1
     total = sum(float(vector.sum()) for vector in flat.values())
     assert total == sum((i + 1) * entry.size for i, entry in enumerate(entries))
+    assert sum(layout.sizes.values()) == sum(entry.size for entry in entries)  # no holes
     assert layout.size_bytes == sum(vector.nbytes for vector in flat.values())
 
 

@@ -31,7 +31,6 @@ class Replica:
     """One worker's copy of a shared model. Alone, without a center, every call is a no-op.
 
     Attributes:
-        rule: what an exchange does; its settings may be changed while running.
         pace: when an exchange is due.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps: the steps made so far.
@@ -40,12 +39,12 @@ class Replica:
     def __init__(
         self, model: Adapter, center: Shared | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
     ) -> None:
-        self.rule, self.pace = rule, pace
+        self.pace = pace
         self.steps = 0
         self.samples: int | None = None
         self.total_samples = 0
         self.is_exchanging = False
-        self._model, self._center, self._events = model, center, events
+        self._rule, self._model, self._center, self._events = rule, model, center, events
         self._layout = Layout(model.entries)
         self._memory: list[Array] | None = None
         if center is not None and rule.memory:
@@ -57,6 +56,11 @@ class Replica:
         self._is_center = False
         self._start = self._told = time.perf_counter()
         self._unhook = model.on_step(self.step)
+
+    @property
+    def rule(self) -> Rule:
+        """What an exchange does; its settings may be changed while running."""
+        return self._rule
 
     def step(self) -> None:
         """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
@@ -81,11 +85,12 @@ class Replica:
         if self._center is None:
             return
         moment = Moment(step=self.steps, live=max(1, self._center.live))
-        outcome, cost_s = self._timed("exchange", self._center.exchange, self._model, self.rule, self._memory, moment)
+        outcome, cost_s = self._timed("exchange", self._center.exchange, self._model, self._rule, self._memory, moment)
         self._spent_s += cost_s
         self.pace.exchanged(cost_s, outcome.size_bytes)
         self._since_exchange = 0
         self._mind_refusals(outcome)
+        self._worker.end_if_told()
 
     def pull(self) -> None:
         """Set the replica to the center."""
@@ -93,12 +98,14 @@ class Replica:
         if self._center is not None:
             outcome, cost_s = self._timed("pull", self._center.pull, self._model, self._remember)
             self.pace.expect(2 * cost_s, 2 * outcome.size_bytes)
+            self._worker.end_if_told()
 
     def push(self) -> None:
         """Set the center to the replica, whole; values that are not finite are refused."""
         self._refuse_inside_center("push() was called")
         if self._center is not None:
             self._timed("push", self._center.push, self._model, self._remember)
+            self._worker.end_if_told()
 
     @contextmanager
     def center(self) -> Generator[None]:
@@ -168,7 +175,6 @@ class Replica:
             staleness=outcome.staleness,
             **row,
         )
-        self._worker.end_if_told()
         return outcome, cost_s
 
     def _refuse_inside_center(self, what: str) -> None:
@@ -198,7 +204,7 @@ class Replica:
 
     def _remember(self, i: int, value: Array) -> None:
         if self._memory is not None:
-            self.rule.remember(value, self._memory[i])
+            self._rule.remember(value, self._memory[i])
 
     def _copy(self, *, into: list[Array] | None = None, out_of: list[Array] | None = None) -> None:
         self._model.begin()

@@ -4,7 +4,6 @@ import atexit
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Generator, Sequence, Sized
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -201,6 +200,8 @@ class Worker:
         before = sys.excepthook
 
         def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            import traceback
+
             self._has_failed = True
             self._events.write(
                 "failed",
