@@ -64,8 +64,8 @@ class Model(Protocol):
 class Exchanger(Protocol):
     """The part of a rule that a center calls, once per parameter, under that parameter's lock."""
 
-    def remember(self, c: Array, memory: Array) -> None:
-        """Note in `memory` the value `c` that the replica was set to."""
+    def rounded(self, x: Array, memory: Array) -> None:
+        """Called after an exchange with what a replica in half precision holds of it."""
         ...
 
     def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:

@@ -17,6 +17,7 @@ from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument, LayoutMismatch
 
 _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+_LARGEST = {"float16": np.float32(65504), "bfloat16": np.float32(2.0**127 * (2 - 2.0**-7))}
 
 
 class Layout:
@@ -68,9 +69,11 @@ class Layout:
 
     def round(self, i: int, value: Array) -> None:
         """Round the flat `value` of entry i, in place, to what a replica can hold."""
+        largest = _LARGEST.get(self.entries[i].dtype)
+        if largest is not None:
+            np.clip(value, -largest, largest, out=value)  # the nearest that a replica can hold, not infinity
         if self.entries[i].dtype == "float16":
-            with np.errstate(over="ignore"):
-                value[:] = value.astype(np.float16)
+            value[:] = value.astype(np.float16)
         elif self.entries[i].dtype == "bfloat16":
             # The upper 16 bits, to nearest and ties to even; what is not finite stays as it is.
             bits = value.view(np.uint32)

@@ -1,5 +1,6 @@
 """The kernels `blocks` (NumPy) and `fused` (numba): right, finite, equal to the last bit, without big temporaries."""
 
+import functools
 import itertools
 import tracemalloc
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from maniple.rules.kernels import kernels, warm_up
 from tests.unit.engines import engine
 
 BLOCK = blocks.BLOCK
-SIZES = [0, 1, 2, 7, 1001, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17]
+SIZES = [0, 1, 2, 7, 1001, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
 DTYPES = ["float32", "float64"]
 
 
@@ -76,9 +77,15 @@ def expected(update: str, x: np.ndarray, c: np.ndarray, old: np.ndarray) -> tupl
     return new_x, new_c, bool(fine.all())
 
 
-def values(seed: int, size: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+@functools.cache
+def _values(seed: int, size: int, dtype: str) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
-    x, c, old = (rng.normal(scale=10.0 ** rng.integers(-6, 6), size=size).astype(dtype) for _ in range(3))
+    return tuple(rng.normal(scale=10.0 ** rng.integers(-6, 6), size=size).astype(dtype) for _ in range(3))
+
+
+def values(seed: int, size: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A replica, a center and an old value of any scale."""
+    x, c, old = (value.copy() for value in _values(seed, size, dtype))
     return x, c, old
 
 
@@ -159,9 +166,9 @@ def test_difference_remembers_the_center(kernel, dtype):
 
 
 @every_update
-@every_dtype
 @given(data=st.data())
-def test_both_kernels_give_the_same_bits(fused, update, dtype, data):
+def test_both_kernels_give_the_same_bits(fused, update, data):
+    dtype = data.draw(st.sampled_from(DTYPES), "dtype")
     shape = st.shared(st.integers(1, 12), key="size")
     anything = st.floats(width=int(dtype[5:]))
     finite = st.floats(width=int(dtype[5:]), allow_nan=False, allow_infinity=False)
@@ -178,7 +185,7 @@ def test_both_kernels_give_the_same_bits(fused, update, dtype, data):
 
 
 @every_update
-@given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.sampled_from([5, 1001, BLOCK + 1]), st.booleans())
+@given(st.integers(0, 5), st.sampled_from(DTYPES), st.sampled_from([5, 1001, BLOCK + 1]), st.booleans())
 @example(0, "float32", 2 * BLOCK + 17, True)
 def test_both_kernels_give_the_same_bits_at_length(fused, update, seed, dtype, size, poison):
     x, c, old = values(seed, size, dtype)

@@ -5,6 +5,7 @@ through a staging copy: half precision (the center is float32), channels-last an
 where one pinned host buffer takes the whole model in asynchronous copies.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Module:
         for name, buffer in module.named_buffers() if buffers else ():
             if buffer.is_floating_point():
                 self._append(name, buffer, _lookup(module, name))
+        self._first_state = len(self.entries)
         if self._optimizer is not None:
             ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
             for key in state:
@@ -46,6 +48,7 @@ class Module:
         self._staged: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}  # optimizer state that came from the center before it exists here
         self._pinned: list[Tensor] | None = None
+        self._returned: dict[torch.device, torch.cuda.Event] = {}  # the newest copy back to each GPU
 
     def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
         """Call `act` after each `optimizer.step()`; gives back what undoes it."""
@@ -67,16 +70,15 @@ class Module:
             return
         if self._pinned is None:
             layout = Layout(self.entries)
-            flat = {
-                dtype: torch.empty(size, dtype=getattr(torch, dtype), pin_memory=True)
-                for dtype, size in layout.sizes.items()
-            }
+            flat = {dtype: _pinned(size, dtype) for dtype, size in layout.sizes.items()}
             self._pinned = [flat[dtype][start:stop] for dtype, start, stop in layout.places]
+        devices = {tensor.device for _, tensor in on_gpu}
+        for device in devices & self._returned.keys():  # the last pass' copies back, perhaps on another stream
+            torch.cuda.current_stream(device).wait_event(self._returned[device])
         for i, tensor in on_gpu:
-            staged = self._pinned[i]
-            staged.view(tensor.shape).copy_(tensor, non_blocking=True)
-            self._staged[i] = staged
-        for device in {tensor.device for _, tensor in on_gpu}:
+            self._staged[i] = self._pinned[i]
+            self._pinned[i].view(tensor.shape).copy_(tensor, non_blocking=True)
+        for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
     def array(self, i: int) -> Array:
@@ -85,16 +87,20 @@ class Module:
             return staged.numpy()
         tensor = self._tensor(i)
         dtype = getattr(torch, flat_dtype(self.entries[i]))
-        if tensor.dtype == dtype and tensor.is_contiguous():
+        if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
             return tensor.view(-1).numpy()
-        self._staged[i] = staged = tensor.to(dtype, memory_format=torch.contiguous_format, copy=True).view(-1)
+        staged = tensor.to("cpu", dtype, memory_format=torch.contiguous_format, copy=True).view(-1)
+        self._staged[i] = staged
         return staged.numpy()
 
     def commit(self, i: int) -> None:
         """Write a staging copy back. To a GPU it flies asynchronously: the next `begin` waits for it."""
         if (staged := self._staged.pop(i, None)) is not None:
             tensor = self._tensor(i)
-            tensor.copy_(staged.view(tensor.shape), non_blocking=True)
+            tensor.copy_(staged.view(tensor.shape), non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                returned = self._returned.setdefault(tensor.device, torch.cuda.Event())
+                returned.record(torch.cuda.current_stream(tensor.device))
 
     def _append(self, name: str, like: Tensor, lookup: Callable[[], Tensor | None]) -> None:
         self.entries.append(Entry(name, tuple(like.shape), str(like.dtype).removeprefix("torch.")))
@@ -102,13 +108,14 @@ class Module:
 
     def _tensor(self, i: int) -> Tensor:
         tensor, entry = self._tensors[i](), self.entries[i]
-        if tensor is None:
+        if tensor is None and i >= self._first_state:  # optimizers make their state in the first step
             if i not in self._late:
                 self._late[i] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
             return self._late[i]
-        if tensor.shape != entry.shape:
+        if tensor is None or tensor.shape != entry.shape:
+            became = "nothing" if tensor is None else str(tuple(tensor.shape))
             raise InvalidArgument(
-                f"{entry.name!r} has become {tuple(tensor.shape)}, but was shared as {entry}. "
+                f"{entry.name!r} has become {became}, but was shared as {entry}. "
                 "Keep the shapes of a shared model, or share the new one."
             )
         return tensor.detach()
@@ -144,10 +151,18 @@ class Module:
                     target.copy_(value)
 
 
+def _pinned(size: int, dtype: str) -> Tensor:
+    """A host buffer that a GPU can copy to by itself; an ordinary one, slower, if the system refuses to pin."""
+    try:
+        return torch.empty(size, dtype=getattr(torch, dtype), pin_memory=True)
+    except RuntimeError as error:
+        warnings.warn(f"no pinned memory for exchanges, they will be slower: {error}", stacklevel=2)
+        return torch.empty(size, dtype=getattr(torch, dtype))
+
+
 def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor]:
     path, _, attribute = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return lambda: getattr(owner, attribute)
+    return lambda: getattr(module.get_submodule(path), attribute)
 
 
 def _checked(optimizer: Any) -> Optimizer | None:

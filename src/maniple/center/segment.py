@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,8 +104,9 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
             is_ours = _NAME.fullmatch(path.name) and path.is_dir() and path.stat().st_uid == os.getuid()
             if is_ours and _sweep_one(path, salvage):
                 removed.append(path)
-        except OSError:  # another sweep was quicker, or the disk is full
-            continue
+        except Exception as error:  # whatever is wrong with a dead run must not stop a new one
+            if path.exists():  # else another sweep was quicker
+                warnings.warn(f"{path} of a dead run is left where it is, it could not be saved: {error}", stacklevel=2)
     return removed
 
 
@@ -133,9 +135,11 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
             if time.time() - path.stat().st_mtime < _YOUNG_S:
                 return False
         else:
-            if run.is_dir():
-                salvage(segment, run)
-            segment.close()
+            try:
+                if run.is_dir():
+                    salvage(segment, run)
+            finally:
+                segment.close()
         shutil.rmtree(path, ignore_errors=True)
         return True
     finally:

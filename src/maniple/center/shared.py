@@ -89,10 +89,10 @@ class Shared:
             moment.staleness = max(0, self._versions[i] - self._seen[i]) // 2
             past = None if memory is None else memory[i]
             is_clean = rule.exchange(x, c, past, moment)
-            if self.layout.is_half(i):  # the replica will hold x rounded: the rule must remember that
+            if self.layout.is_half(i):
                 self.layout.round(i, x)
                 if past is not None:
-                    rule.remember(x, past)
+                    rule.rounded(x, past)
             return is_clean
 
         return self._pass(model, apply, ways=2)

@@ -1,5 +1,6 @@
 """The board: where each worker of a run stands, gathered from the run folder alone."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,11 @@ class Standing:
     loss: float | None = None
     sync_share: float = 0.0
     values: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def count(number: int, thing: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 class Board:
@@ -51,7 +57,9 @@ class Board:
         steps = self._steps_before + sum(s.step for s in self.standings)
         longest = max((s.elapsed_s for s in self.standings), default=0.0)
         rate = f", {samples / longest:,.0f} samples/s" if samples and longest else ""
-        return f"{steps:,} steps, {samples:,} samples in {longest:.1f} s{rate} over {len(self.standings)} workers"
+        return (
+            f"{steps:,} steps, {samples:,} samples in {longest:.1f} s{rate} over {count(len(self.standings), 'worker')}"
+        )
 
     def _note(self, standing: Standing, row: Row) -> None:
         kind = row.get("event")
@@ -67,8 +75,8 @@ class Board:
         elif kind == "log":
             values = {k: v for k, v in row.items() if k not in {"event", "timestamp", "datestamp", "worker", "step"}}
             standing.values |= values
-            if isinstance(values.get("loss"), float):
-                standing.loss = values["loss"]
+            with suppress(TypeError, ValueError):
+                standing.loss = float(values.get("loss", standing.loss))
         elif kind == "failed":
             self.exit_code = self.exit_code or row["exit_code"]
 

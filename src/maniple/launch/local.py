@@ -11,7 +11,7 @@ from typing import Any
 
 from maniple.errors import WorkerFailed
 from maniple.host import Host
-from maniple.launch.board import Board
+from maniple.launch.board import Board, count
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.view import View, open_view
@@ -27,7 +27,7 @@ _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 def run_local(job: Job) -> int:
     """Run `job` on this machine; gives the exit code."""
     job.check()
-    host = Host(shared_memory(), job.runs, job.name or fresh_name(job.script), job.asked())
+    host = Host(shared_memory(), job.runs, job.name or fresh_name(job.runs, job.script), job.asked())
     return _Run(job, host).run()
 
 
@@ -48,7 +48,7 @@ class _Run:
     def run(self) -> int:
         exit_code = _OTHER
         with self._signals(), self._view:
-            self._say(f"{_count(self._job.workers, 'worker')}, run folder {_short(self._host.folder.path)}")
+            self._say(f"{count(self._job.workers, 'worker')}, run folder {_short(self._host.folder.path)}")
             for path in self._host.salvaged:
                 self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")
             try:
@@ -92,11 +92,11 @@ class _Run:
             return
         if process.restarts < self._job.restarts:
             process.restart()
-            count = f"restart {process.restarts} of {self._job.restarts}"
-            self._say(f"worker {process.rank} {_reason(exit_code)}: {count}")
+            which = f"restart {process.restarts} of {self._job.restarts}"
+            self._say(f"worker {process.rank} {_reason(exit_code)}: {which}")
             return
         self._show()
-        again = f" after {_count(process.restarts, 'restart')}" if process.restarts else ""
+        again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
         raise WorkerFailed(
             f"worker {process.rank} {_reason(exit_code)}{again}, so the run ends. Its last lines ({_short(log)}):\n"
@@ -163,10 +163,6 @@ class _Run:
 
     def _hurry(self, *_: Any) -> None:
         self._is_hurried = True
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _reason(exit_code: int) -> str:

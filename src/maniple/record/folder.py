@@ -7,6 +7,7 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
 runs/last -> <name>
 """
 
+import itertools
 import os
 import shutil
 import time
@@ -70,9 +71,11 @@ class Folder:
         write_json(path, known | values)
 
 
-def fresh_name(script: Path) -> str:
-    """A name for a run of `script`: sortable, readable, new each second."""
-    return f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def fresh_name(root: Path, script: Path) -> str:
+    """A name for a run of `script` that is not taken in `root`: sortable and readable."""
+    name = f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    taken = (f"{name}-{number}" for number in itertools.count(2))
+    return name if not (root / name).exists() else next(other for other in taken if not (root / other).exists())
 
 
 def write_json(path: Path, value: Any) -> None:

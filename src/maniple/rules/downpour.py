@@ -17,6 +17,7 @@ class Downpour(Rule):
     distributed deep networks, 2012; Zhang et al. (arXiv:1511.05950) for the division by staleness.
     """
 
+    every = 1
     memory = True
 
     def __init__(self, *, compensate: bool = False) -> None:
@@ -31,3 +32,6 @@ class Downpour(Rule):
 
     def remember(self, c: Array, memory: Array) -> None:
         memory[:] = c
+
+    def rounded(self, x: Array, memory: Array) -> None:
+        memory[:] = x  # else the next exchange would push the rounding as if it were a change

@@ -20,8 +20,8 @@ class EASGD(Rule):
     (arXiv:1412.6651).
 
     Args:
-        alpha: a number from 0 to 1; "auto", which is 0.9 / p with p workers alive; or a schedule, a function
-            from the worker's step count to such a number. It may be set while running.
+        alpha: a number from 0 to 1; "auto", which is 0.9 / p with p workers alive and at most 0.5; or a schedule,
+            a function from the worker's step count to such a number. It may be set while running.
         center_alpha: the center's own share, where it is to differ from the worker's `alpha`.
     """
 
@@ -58,7 +58,7 @@ class EASGD(Rule):
     def alphas(self, moment: Moment) -> tuple[float, float]:
         """The center's and the worker's share at this moment."""
         if self._alpha == "auto":
-            alpha = 0.9 / max(1, moment.live)
+            alpha = min(0.5, 0.9 / max(1, moment.live))  # beyond 0.5 replica and center would swap sides
         elif callable(self._alpha):
             alpha = checked_share("EASGD's schedule", "alpha", float(self._alpha(moment.step)))
         else:

@@ -35,6 +35,9 @@ class Rule:
     def remember(self, c: Array, memory: Array) -> None:
         """Called with the center's value when the replica is set to it, for rules with `memory`."""
 
+    def rounded(self, x: Array, memory: Array) -> None:
+        """Called after an exchange with what a replica in half precision holds of it, for rules with `memory`."""
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 

@@ -33,7 +33,7 @@ class Replica:
     Attributes:
         pace: when an exchange is due.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
-        steps: the steps made so far.
+        steps, total_samples: the steps made and the samples seen so far.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Replica:
         self._refusals = 0
         self._spent_s = 0.0
         self._is_center = False
-        self._start = self._told = time.perf_counter()
+        self._start = self._told = self._stepped = time.perf_counter()
         self._unhook = model.on_step(self.step)
 
     @property
@@ -73,7 +73,7 @@ class Replica:
             self.total_samples = self._worker.samples_taken()
         if self._center is None:
             return
-        now = time.perf_counter()
+        self._stepped = now = time.perf_counter()
         if self.pace.due(self._since_exchange, now - self._start):
             self.exchange()
         if now - self._told >= _PROGRESS_S:
@@ -133,13 +133,15 @@ class Replica:
             center.release()
             yield
         finally:
-            self._is_center = False
+            self.is_exchanging = True  # a SIGTERM waits until the replica is whole again
             self._copy(out_of=own)
+            self.is_exchanging = self._is_center = False
+        self._worker.end_if_told()
 
     @property
     def sync_share(self) -> float:
         """The share of wall time spent in exchanges so far."""
-        return self._spent_s / max(1e-9, time.perf_counter() - self._start)
+        return self._share(time.perf_counter())
 
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""
@@ -148,7 +150,7 @@ class Replica:
             return
         if exchange and self._since_exchange and not self._is_center:
             self.exchange()
-        self._tell(time.perf_counter())
+        self._tell(max(self._stepped, self._told))  # what came after the last step is no training
         self._center.close()
         self._center = None
 
@@ -222,5 +224,8 @@ class Replica:
             step=self.steps,
             samples=self.total_samples,
             elapsed=now - self._start,
-            sync_share=self.sync_share,
+            sync_share=self._share(now),
         )
+
+    def _share(self, now: float) -> float:
+        return self._spent_s / max(1e-9, now - self._start)

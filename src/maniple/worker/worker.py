@@ -1,6 +1,7 @@
 """Joining a run: what a script sees of the other workers."""
 
 import atexit
+import math
 import os
 import signal
 import sys
@@ -244,9 +245,10 @@ def _settled(what: str, script: T | None, command_line: T | None, default: T) ->
 
 
 def _plain(value: Any) -> Any:
-    """A number or word of what was logged: torch and NumPy scalars by their `item`."""
+    """A number or word of what was logged: torch and NumPy scalars by their `item`, "nan" and "inf" as words."""
     item = getattr(value, "item", None)
     try:
-        return value if item is None else item()
+        value = value if item is None else item()
     except (ValueError, RuntimeError):  # more than one element
         return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no such number
