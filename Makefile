@@ -32,7 +32,8 @@ format: $(STAMP)  ## bring the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure exchanges and speed-ups: tables, and JSON in benchmarks/results
+bench: $(STAMP)  ## measure footprint, exchanges, speed-ups: tables, and JSON in benchmarks/results
+	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/speedup.py
 

@@ -1,10 +1,13 @@
 """Platoon's table: the plain script, 1 worker, 2 workers, and 2 unsynchronised processes as the limit.
 
 For an MLP, an LSTM and a small CNN in PyTorch, with one thread per process and an exchange every 10 steps. All
-contestants are alive from the start and take turns of a second or so, many times over, so that the machine's
-moods meet each of them; what counts is the median of the ratios within a round.
+contestants are alive at once and take turns of a second, many times over, so that the machine's moods meet each of
+them; then all are started anew, several times, since equal processes differ by luck. What counts is the median of
+the ratios within a round. Every process gets the same settings of the C library's allocator (MALLOC_...): with the
+default ones, some give the memory of each step back to the system and some do not, and equal processes of the CNN
+differ by up to 45 %.
 
-    python benchmarks/speedup.py [--models mlp lstm cnn] [--rounds 15] [--turn 1.0]
+    python benchmarks/speedup.py [--models mlp lstm cnn] [--casts 5] [--rounds 6] [--turn 1.0]
 """
 
 import argparse
@@ -19,6 +22,7 @@ import time
 from pathlib import Path
 
 MODELS = ("mlp", "lstm", "cnn")
+ALLOCATOR = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -88,7 +92,7 @@ class Contestant:
         self._server.bind(self.address)
         self._server.listen()
         self._server.settimeout(120)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | ALLOCATOR
         script = [__file__, "--worker", model, self.address]
         if "worker" in kind:
             maniple = Path(sys.executable).with_name("maniple")
@@ -120,21 +124,29 @@ class Contestant:
             process.wait(timeout=60)
 
 
-def measure(model: str, rounds: int, turn_s: float) -> dict:
-    """One row: rates in steps per second, and the ratios that matter, each the median over the rounds."""
-    kinds = ("plain", "1 worker", "2 workers", "2 unsynchronised")
+KINDS = ("plain", "1 worker", "2 workers", "2 unsynchronised")
+
+
+def play(model: str, rounds: int, turn_s: float, rates: dict[str, list[float]]) -> None:
+    """Start all contestants and let them take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        contestants = {kind: Contestant(Path(folder), model, kind) for kind in kinds}
+        contestants = {kind: Contestant(Path(folder), model, kind) for kind in KINDS}
         try:
             for contestant in contestants.values():
                 contestant.turn(turn_s)
-            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
             for round_ in range(rounds):
-                for kind in kinds if round_ % 2 else reversed(kinds):
+                for kind in KINDS if round_ % 2 else reversed(KINDS):
                     rates[kind].append(contestants[kind].turn(turn_s))
         finally:
             for contestant in contestants.values():
                 contestant.close()
+
+
+def measure(model: str, casts: int, rounds: int, turn_s: float) -> dict:
+    """One row: rates in steps per second, and the ratios that matter, each the median over all rounds."""
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(casts):
+        play(model, rounds, turn_s, rates)
 
     def ratio(a: str, b: str) -> float:
         return statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True))
@@ -152,8 +164,9 @@ def measure(model: str, rounds: int, turn_s: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--turn", type=float, default=1.0, help="seconds")
+    parser.add_argument("--casts", type=int, default=5, help="how often all processes are started anew")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant per cast")
+    parser.add_argument("--turn", type=float, default=1.0, help="seconds of a turn")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ADDRESS"), help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -162,8 +175,9 @@ def main() -> None:
         return
     from measure import report
 
-    rows = [measure(model, options.rounds, options.turn) for model in options.models]
-    report("speedup", "EASGD every 10 steps, one thread per process", rows, rounds=options.rounds, turn_s=options.turn)
+    rows = [measure(model, options.casts, options.rounds, options.turn) for model in options.models]
+    facts = {"casts": options.casts, "rounds": options.rounds, "turn_s": options.turn}
+    report("speedup", "EASGD every 10 steps, one thread per process", rows, **facts)
 
 
 if __name__ == "__main__":
