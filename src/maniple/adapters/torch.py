@@ -5,6 +5,7 @@ through a staging copy: half precision (the center is float32), channels-last an
 where one pinned host buffer takes the whole model in asynchronous copies.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,8 @@ class Module:
                 for name, (lookup, parameter) in parameters.items():
                     if id(parameter) in ours:
                         self._append(f"{key}.{name}", parameter, self._state(lookup, key))
+        self._dtypes = [getattr(torch, flat_dtype(entry)) for entry in self.entries]
+        self._values: list[Tensor] = []  # of this pass
         self._staged: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}  # optimizer state that came from the center before it exists here
         self._pinned: list[Tensor] | None = None
@@ -65,7 +68,8 @@ class Module:
     def begin(self) -> None:
         """Bring what lies on a GPU into pinned host memory, all copies in flight at once."""
         self._staged.clear()  # of a pass that was cut short
-        on_gpu = [(i, t) for i, t in enumerate(map(self._tensor, range(len(self.entries)))) if t.is_cuda]
+        self._values = [self._tensor(i) for i in range(len(self.entries))]
+        on_gpu = [(i, value) for i, value in enumerate(self._values) if value.is_cuda]
         if not on_gpu:
             return
         if self._pinned is None:
@@ -85,10 +89,9 @@ class Module:
         """The parameter's own memory, or its staging copy, flat and in the center's dtype."""
         if (staged := self._staged.get(i)) is not None:
             return staged.numpy()
-        tensor = self._tensor(i)
-        dtype = getattr(torch, flat_dtype(self.entries[i]))
-        if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
-            return tensor.view(-1).numpy()
+        tensor, dtype = self._values[i], self._dtypes[i]
+        if tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous():
+            return tensor.numpy().reshape(-1)
         staged = tensor.to("cpu", dtype, memory_format=torch.contiguous_format, copy=True).view(-1)
         self._staged[i] = staged
         return staged.numpy()
@@ -96,7 +99,7 @@ class Module:
     def commit(self, i: int) -> None:
         """Write a staging copy back. To a GPU it flies asynchronously: the next `begin` waits for it."""
         if (staged := self._staged.pop(i, None)) is not None:
-            tensor = self._tensor(i)
+            tensor = self._values[i]
             tensor.copy_(staged.view(tensor.shape), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 returned = self._returned.setdefault(tensor.device, torch.cuda.Event())
@@ -120,10 +123,12 @@ class Module:
             )
         return tensor.detach()
 
-    def _state(self, owner: Callable[[], Tensor], key: str) -> Callable[[], Tensor | None]:
+    def _state(self, owner: Callable[[], Tensor | None], key: str) -> Callable[[], Tensor | None]:
         def lookup() -> Tensor | None:
             assert self._optimizer is not None
             parameter = owner()
+            if parameter is None:
+                return None  # named by the parameter's own entry
             known = self._optimizer.state.get(parameter)
             if not known:
                 return None  # before the first step optimizers have no state yet
@@ -160,9 +165,13 @@ def _pinned(size: int, dtype: str) -> Tensor:
         return torch.empty(size, dtype=getattr(torch, dtype))
 
 
-def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor]:
-    path, _, attribute = name.rpartition(".")
-    return lambda: getattr(module.get_submodule(path), attribute)
+def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
+    path = name.split(".")
+    return lambda: functools.reduce(_part, path, module)
+
+
+def _part(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 def _checked(optimizer: Any) -> Optimizer | None:
