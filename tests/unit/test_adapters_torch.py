@@ -197,6 +197,14 @@ def test_pass_that_was_cut_short_leaves_no_stale_copy():
     assert (module.weight == 6).all()
 
 
+def test_layer_that_waits_for_its_first_batch_is_refused_until_it_has_seen_one():
+    module = nn.LazyLinear(3)
+    with pytest.raises(InvalidArgument, match=r"'weight' has no shape yet"):
+        adapt(module)
+    module(torch.ones(2, 5))
+    assert adapt(module).entries[0].shape == (3, 5)
+
+
 def test_module_without_parameters_is_refused():
     with pytest.raises(InvalidArgument, match="no floating-point array"):
         Layout(adapt(nn.ReLU()).entries)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from maniple.contracts import Array, Entry
@@ -35,6 +36,11 @@ class Module:
         # are looked up by name in each pass.
         parameters = {name: (_lookup(module, name), value) for name, value in module.named_parameters()}
         for name, (lookup, parameter) in parameters.items():
+            if is_lazy(parameter):
+                raise InvalidArgument(
+                    f"parameter {name!r} has no shape yet: its layer waits for the first batch. "
+                    "Pass one batch through the model, and share it then."
+                )
             self._append(name, parameter, lookup)
         for name, buffer in module.named_buffers() if buffers else ():
             if buffer.is_floating_point():
