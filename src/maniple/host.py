@@ -37,9 +37,9 @@ class Host:
         """Some worker has called `join()`."""
         return bool(self._joined)
 
-    def expect(self, rank: int, pid: int) -> None:
-        """Note that a process of worker `rank` has been started."""
-        self.events.write("started", worker=rank, pid=pid)
+    def expect(self, rank: int) -> None:
+        """Get ready for a new process of worker `rank`, which has not joined yet."""
+        self.segment.mark(rank, NEVER)
 
     def bury(self, rank: int, exit_code: int) -> bool:
         """Note that the process of worker `rank` has ended; True if it had joined."""
@@ -47,7 +47,8 @@ class Host:
         if had_joined:
             self._joined.add(rank)
         died = self.segment.state(rank) == LIVE
-        self.segment.mark(rank, DEAD if died else NEVER)
+        if died:
+            self.segment.mark(rank, DEAD)
         self.events.write("exit", worker=rank, exit_code=exit_code, died=died)
         return had_joined
 

@@ -59,6 +59,24 @@ def test_a_worker_that_fails_again_and_again_ends_the_run(run):
     assert len(done.events(0, "join")) == 3
 
 
+def test_a_worker_that_keeps_dying_before_it_joins_is_started_more_and_more_slowly(run):
+    done = run(
+        """
+        import os, signal, maniple
+        if int(os.environ["MANIPLE_RESTARTS"]) == 0:
+            maniple.join()  # the first life joins, the others do not come so far
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        "-n", "1", "--restarts", "4",
+    )  # fmt: skip
+    assert done.process.returncode == 1
+    ends = [row["timestamp"] for row in done.events("host", "exit")]
+    starts = [row["timestamp"] for row in done.events("host", "started")]
+    pauses = [start - end for end, start in zip(ends, starts[1:], strict=False)]
+    for pause, least in zip(pauses, (0.0, 0.2, 0.4, 0.8), strict=True):
+        assert pause >= least
+
+
 def test_eight_workers_survive_a_kill_every_second(start, tmp_path):
     """20 s, one of 8 workers killed each second at a random instant: every survivor exchanges again within 2 s."""
     going = start(TRAINING, "-n", "8", "--restarts", "20")

@@ -1,8 +1,7 @@
 """The board: where each worker of a run stands, gathered from the run folder alone."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from maniple.record import Folder, Row, Tail
 from maniple.record.events import parse_events
@@ -20,7 +19,6 @@ class Standing:
     samples_per_s: float = 0.0
     loss: float | None = None
     sync_share: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def count(number: int, thing: str) -> str:
@@ -73,10 +71,8 @@ class Board:
             standing.step, standing.samples = row["step"], row["samples"]
             standing.elapsed_s, standing.sync_share = row["elapsed"], row["sync_share"]
         elif kind == "log":
-            values = {k: v for k, v in row.items() if k not in {"event", "timestamp", "datestamp", "worker", "step"}}
-            standing.values |= values
             with suppress(TypeError, ValueError):
-                standing.loss = float(values.get("loss", standing.loss))
+                standing.loss = float(row.get("loss", standing.loss))
         elif kind == "failed":
             self.exit_code = self.exit_code or row["exit_code"]
 

@@ -56,6 +56,7 @@ class Process:
         )
         cores = ",".join(map(str, self._cores)) if self._job.bind else ""
         command = [sys.executable, str(self._job.script), *self._job.arguments(self.rank)]
+        self._host.expect(self.rank)
         with self._host.folder.log(self.rank).open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
@@ -66,7 +67,7 @@ class Process:
                 start_new_session=True,  # a group of its own: it and its children are ended together
             )
         self.descriptor = os.pidfd_open(self._process.pid)
-        self._host.expect(self.rank, self._process.pid)
+        self._host.events.write("started", worker=self.rank, pid=self._process.pid)
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait at most so long for its end, and leave it to be collected."""

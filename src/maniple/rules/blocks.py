@@ -7,7 +7,7 @@ import numpy as np
 
 from maniple.contracts import Array
 
-BLOCK = 1 << 16  # elements: a block of replica, center and scratch together fit the second-level cache
+BLOCK = 1 << 16  # elements: small enough for the cache, large enough that NumPy's cost per call does not count
 
 _QUIET = np.errstate(all="ignore")  # what is not finite is looked for, not warned of
 
