@@ -5,14 +5,15 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     cli                            the command
     launch                         starts workers and looks after them
     host | worker                  the owner of a run; a process that trains
-    sampler                        which samples a worker takes
+    client | sampler               named arrays at a host; which samples a worker takes
     center                         the shared parameters
-    rules | pace | adapters        what an exchange does, when it is due, models as flat arrays
+    rules | pace | wire | adapters what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
     contracts                      what the parts must offer to each other
     errors
 """
 
+from maniple.client import Client
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
 from maniple.rules import ASGD, EASGD, Downpour, Rule
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ASGD",
     "EASGD",
+    "Client",
     "Downpour",
     "Every",
     "ManipleError",

@@ -45,6 +45,24 @@ class Outcome:
     staleness: float = 0.0  # mean over the parameters
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite offers
     torn: list[str] = field(default_factory=list[str])  # parameters another worker died in the middle of
+    live: int = 0  # p when it ended, where the host has told
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What the host does with a value that a worker has sent, and how a rule is told over the wire.
+
+    elastic      d = x - c;  x -= b d;  c += a d
+    blend        c = a c + b x;  x = c
+    compensated  the same, with b divided by staleness + 1
+    replace      c = x, if all of x is finite
+    swap         the same, if nobody has written since the version that the worker saw
+    """
+
+    name: str
+    a: float = 1.0
+    b: float = 1.0
+    is_change: bool = False  # x is what the worker changed since it last took the center's value
 
 
 class Model(Protocol):
@@ -64,6 +82,10 @@ class Model(Protocol):
 class Exchanger(Protocol):
     """The part of a rule that a center calls, once per parameter, under that parameter's lock."""
 
+    def act(self, moment: Moment) -> Act | None:
+        """The rule as an act of the host; None if only `exchange` knows it."""
+        ...
+
     def rounded(self, x: Array, memory: Array) -> None:
         """Called after an exchange with what a replica in half precision holds of it."""
         ...
@@ -81,4 +103,8 @@ class Center(Protocol):
     def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome: ...
     def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome: ...
     def push(self, model: Model, on_value: OnValue | None = None) -> Outcome: ...
+    def release(self) -> None:
+        """Let go of what can come back when it is needed."""
+        ...
+
     def close(self) -> None: ...

@@ -7,10 +7,15 @@
     ├── LayoutMismatch                         1   this worker's parameters are not the center's
     ├── Diverged                               1   a replica kept offering values that are not finite
     ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the text says who was waited for
+    ├── HostAway (ConnectionError)             1   the host cannot be reached now
+    ├── NotAdmitted                            1   the other side does not know the token, or is another run
+    ├── BadFrame                               1   the other side does not speak this protocol
     └── WorkerFailed                           1   a worker ended with an error and may not be restarted
 
 A command that ends by one of them exits with the number beside it.
 """
+
+from typing import NoReturn
 
 
 class ManipleError(Exception):
@@ -53,7 +58,36 @@ class WaitedTooLong(ManipleError, TimeoutError):
     exit_code = 1
 
 
+class HostAway(ManipleError, ConnectionError):
+    """The host cannot be reached now. Workers train on and try again, until a deadline."""
+
+    exit_code = 1
+
+
+class NotAdmitted(ManipleError):
+    """The other side does not know this run's token, or serves another run."""
+
+    exit_code = 1
+
+
+class BadFrame(ManipleError):
+    """What came is no frame of this protocol; the connection cannot be used further."""
+
+    exit_code = 1
+
+
 class WorkerFailed(ManipleError):
     """A worker ended with an error."""
 
     exit_code = 1
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (InvalidArgument, SharedMemoryFull, LayoutMismatch, Diverged, WaitedTooLong, NotAdmitted, BadFrame)
+}
+
+
+def raise_remote(kind: str, reason: str) -> NoReturn:
+    """Raise, on this side, the error that the other side named."""
+    raise KINDS.get(kind, ManipleError)(reason)

@@ -17,13 +17,15 @@ from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument, LayoutMismatch
 
 _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+_COUNTED = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"complex64", "complex128"}
 _LARGEST = {"float16": np.float32(65504), "bfloat16": np.float32(2.0**127 * (2 - 2.0**-7))}
 
 
 class Layout:
     """The places of a sequence of entries in flat vectors."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], *, is_numeric: bool = False) -> None:
+        """With `is_numeric`, whole and complex numbers may be kept too: in named arrays, not in models."""
         self.entries = tuple(entries)
         if not self.entries:
             raise InvalidArgument(
@@ -37,7 +39,7 @@ class Layout:
             if entry.name in seen:
                 raise InvalidArgument(f"the name {entry.name!r} stands for two arrays. Give each its own name.")
             seen.add(entry.name)
-            dtype = flat_dtype(entry)
+            dtype = entry.dtype if is_numeric and entry.dtype in _COUNTED else flat_dtype(entry)
             start = self.sizes.get(dtype, 0)
             self.places.append((dtype, start, start + entry.size))
             self.sizes[dtype] = start + entry.size
@@ -48,7 +50,7 @@ class Layout:
     def from_table(cls, table: bytes) -> "Layout":
         """The layout that another process wrote as `table`."""
         rows = msgspec.json.decode(table, type=list[tuple[str, tuple[int, ...], str]])
-        return cls([Entry(*row) for row in rows])
+        return cls([Entry(*row) for row in rows], is_numeric=True)
 
     @property
     def size_bytes(self) -> int:

@@ -6,12 +6,14 @@ two ends of each name stand side by side.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from maniple.errors import InvalidArgument
 
 DEFAULT_SEED = 1
+HOST_DEADLINE_S = 600.0
 
 # The variables by which numeric libraries learn how many threads to start.
 THREAD_VARIABLES = (
@@ -40,11 +42,21 @@ class Place:
     device: str | None = None
     seed: int = DEFAULT_SEED
     restarts: int = 0  # how often this rank was started before
+    address: str | None = None  # of the host, for a worker that reaches it over the network
+    token: str | None = None  # by which host and worker know each other
+    certificate: Path | None = None  # the host's, where the connection is encrypted
+    key: Path | None = None
+    wire: str | None = None  # how values travel
+    host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
 
     @property
     def is_alone(self) -> bool:
         """No launcher started this process."""
-        return self.segment is None
+        return self.segment is None and self.address is None
+
+    def told(self, **values: Any) -> "Place":
+        """This place with what the host has told of it."""
+        return replace(self, **values)
 
 
 def environment(place: Place) -> dict[str, str]:
@@ -61,14 +73,21 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_DEVICE": place.device,
         "MANIPLE_SEED": place.seed,
         "MANIPLE_RESTARTS": place.restarts,
+        "MANIPLE_ADDRESS": place.address,
+        "MANIPLE_TOKEN": place.token,
+        "MANIPLE_CERTIFICATE": place.certificate,
+        "MANIPLE_KEY": place.key,
+        "MANIPLE_WIRE": place.wire,
+        "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def find(env: Mapping[str, str] = os.environ) -> Place:
-    """The place that the environment describes."""
-    segment = env.get("MANIPLE_SEGMENT")
-    if segment is None:
+def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> Place:
+    """The place that the environment describes; an `address` given stands before it."""
+    segment = None if address else env.get("MANIPLE_SEGMENT")
+    address = address or env.get("MANIPLE_ADDRESS")
+    if segment is None and address is None:
         _refuse_other_launchers(env)
         return Place(device=env.get("MANIPLE_DEVICE"), seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED))
     run = env.get("MANIPLE_RUN")
@@ -78,12 +97,18 @@ def find(env: Mapping[str, str] = os.environ) -> Place:
         local_rank=_number(env, "LOCAL_RANK", 0),
         local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
         run=Path(run) if run else None,
-        segment=Path(segment),
+        segment=Path(segment) if segment else None,
         rule=env.get("MANIPLE_RULE"),
         pace=env.get("MANIPLE_PACE"),
         device=env.get("MANIPLE_DEVICE"),
         seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED),
         restarts=_number(env, "MANIPLE_RESTARTS", 0),
+        address=address,
+        token=_token(env),
+        certificate=_path(env, "MANIPLE_CERTIFICATE"),
+        key=_path(env, "MANIPLE_KEY"),
+        wire=env.get("MANIPLE_WIRE"),
+        host_deadline_s=float(env.get("MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S)),
     )
 
 
@@ -105,6 +130,23 @@ def _refuse_other_launchers(env: Mapping[str, str]) -> None:
             f"for it: {world} separate models would be trained. "
             f"Start the script with `maniple run -n {world} SCRIPT`, or unset RANK and WORLD_SIZE to train alone."
         )
+
+
+def _token(env: Mapping[str, str]) -> str | None:
+    """The run's token: itself, or in a file that only its owner can read."""
+    if (path := _path(env, "MANIPLE_TOKEN_FILE")) is None:
+        return env.get("MANIPLE_TOKEN")
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise InvalidArgument(
+            f"the token file {path} cannot be read: {error.strerror}. It is `token` in the run folder."
+        ) from None
+
+
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    text = env.get(name)
+    return Path(text) if text else None
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -10,10 +10,13 @@ import pytest
 
 from maniple import ASGD, EASGD, Downpour, Rule
 from maniple.adapters import adapt
-from maniple.center import Segment, Shared
+from maniple.center import Link, Segment, Shared, Tcp
 from maniple.contracts import Center, Moment, Outcome
 from maniple.errors import InvalidArgument, LayoutMismatch
 from maniple.layout import Layout
+from maniple.worker.control import Control
+
+from ..serving import Serving
 
 Params = dict[str, np.ndarray]
 
@@ -45,7 +48,30 @@ class SharedCenters:
         self._segment.remove()
 
 
-CENTERS = {"shared": SharedCenters}
+class TcpCenters:
+    """A center at a host, served by threads of this process; each worker has connections of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._host = Serving(root)
+        self._controls: list[Control] = []
+
+    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
+        door = self._host.door()
+        control = Control(door, node="here", pid=1, restarts=0, deadline_s=10)
+        self._controls.append(control)
+        link = Link(door, "data")
+        return Tcp.open_or_create(link, "center-0", adapt(params), rank=rank, deadline_s=10, live=self._live)
+
+    def _live(self) -> int:
+        return self._host.segment.live
+
+    def close(self) -> None:
+        for control in self._controls:
+            control.leave()
+        self._host.close()
+
+
+CENTERS = {"shared": SharedCenters, "tcp": TcpCenters}
 
 
 @pytest.fixture(params=CENTERS)

@@ -1,7 +1,6 @@
 """What only the center in shared memory has: locks that die with their holder, torn writes, segments, snapshots."""
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -17,8 +16,9 @@ from safetensors.numpy import load_file
 
 from maniple import EASGD, Downpour, Rule
 from maniple.adapters import adapt
-from maniple.center import ByteLocks, Segment, Shared, save_snapshot, sweep
+from maniple.center import ByteLocks, Segment, Shared, sweep
 from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
+from maniple.center.snapshot import write_snapshot
 from maniple.contracts import Moment
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
 
@@ -353,6 +353,7 @@ import numpy as np
 from maniple import Rule
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
+from maniple.center.snapshot import write_snapshot
 from maniple.contracts import Moment
 
 class Holding(Rule):
@@ -492,9 +493,7 @@ def test_segment_of_a_dead_host_is_saved_and_removed(tmp_path):
     segment.close()
 
     def salvage(segment: Segment, folder: Path) -> None:
-        center = Shared.open(segment, segment.centers()[0])
-        save_snapshot(center, folder / "center-0.safetensors")
-        center.close()
+        write_snapshot(segment, folder, lineage=LINEAGE, restored=0, versions={})
 
     assert sweep(root, salvage) == [segment.path]
     assert list(root.iterdir()) == []
@@ -522,14 +521,13 @@ def test_center_that_does_not_fit_the_disk_stays_in_memory(tmp_path):
     segment.close()
 
     def salvage(segment: Segment, run: Path) -> None:
-        center = Shared.open(segment, segment.centers()[0])
         with file_limit(1000):
-            save_snapshot(center, run / "center-0.safetensors")
+            write_snapshot(segment, run, lineage=LINEAGE, restored=0, versions={})
 
     with pytest.warns(UserWarning, match="left where it is"):
         assert sweep(tmp_path, salvage) == []
     assert segment.path.exists()
-    assert not list(tmp_path.glob("*.safetensors*"))
+    assert [path.name for path in tmp_path.iterdir()] == [segment.path.name]
 
 
 def test_segment_whose_run_folder_is_gone_is_removed(tmp_path):
@@ -596,80 +594,6 @@ def test_segments_of_other_users_are_left_alone(tmp_path, monkeypatch):
 
 def test_folder_that_is_not_there_has_nothing_to_sweep(tmp_path):
     assert sweep(tmp_path / "nowhere", nothing) == []
-
-
-# Snapshots
-
-
-def test_snapshot_holds_every_parameter_and_what_is_known_of_it(tmp_path, segment):
-    params = {
-        "w": np.arange(6.0).reshape(2, 3),
-        "half": np.array([0.5, 1.5], "float16"),
-        "scalar": np.array(3.0, "float32"),
-        "empty": np.zeros((0, 2), "float32"),
-    }
-    center, _ = Shared.open_or_create(segment, "center-0", adapt(params), rank=0)
-    center.exchange(adapt(params), EASGD(0.5), None, Moment())
-    center._versions[1] = 3
-    save_snapshot(center, tmp_path / "center-0.safetensors", lineage="abc")
-    saved = load_file(tmp_path / "center-0.safetensors")
-    assert set(saved) == set(params)
-    for name, value in params.items():
-        np.testing.assert_array_equal(saved[name], value)
-        assert saved[name].shape == value.shape
-    manifest = json.loads((tmp_path / "center-0.json").read_text())
-    assert manifest["lineage"] == "abc"
-    assert manifest["digest"] == center.layout.digest
-    assert manifest["parameters"] == 4
-    assert manifest["updates"] == 1
-    assert manifest["torn"] == ["half"]
-    center.close()
-
-
-def test_snapshot_that_fails_leaves_the_one_before(tmp_path, segment):
-    params = {"w": np.ones(10_000)}
-    center, _ = Shared.open_or_create(segment, "center-0", adapt(params), rank=0)
-    save_snapshot(center, tmp_path / "c.safetensors")
-    params["w"] += 1
-    center.push(adapt(params))
-    with file_limit(1000), pytest.raises(OSError, match="cannot be written"):
-        save_snapshot(center, tmp_path / "c.safetensors")
-    assert (load_file(tmp_path / "c.safetensors")["w"] == 1).all()
-    assert sorted(path.name for path in tmp_path.glob("*c.*")) == ["c.json", "c.safetensors"]
-    center.close()
-
-
-def test_snapshot_while_others_exchange_has_each_parameter_whole(tmp_path, segment):
-    params = {f"p{i}": np.zeros(5000) for i in range(4)}
-    center, _ = Shared.open_or_create(segment, "center-0", adapt(params), rank=0)
-    host = Shared.open(segment, center._path)
-    stop = threading.Event()
-
-    class Stepwise(Rule):
-        """Writes one half, lets others run, then writes the other half."""
-
-        def exchange(self, x, c, memory, moment):
-            c[:2500] += 1
-            time.sleep(0)
-            c[2500:] += 1
-            return True
-
-    def train() -> None:
-        while not stop.is_set():
-            center.exchange(adapt(params), Stepwise(), None, Moment())
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        for i in range(5):
-            save_snapshot(host, tmp_path / f"{i}.safetensors")
-            for name, value in load_file(tmp_path / f"{i}.safetensors").items():
-                assert value.min() == value.max(), name
-    finally:
-        stop.set()
-        thread.join(10)
-        host.close()
-        center.close()
 
 
 def test_downpour_counts_every_change_through_another_s_view(opened):

@@ -24,6 +24,9 @@ def test_every_error_descends_from_the_public_root():
         (errors.LayoutMismatch, 1),
         (errors.Diverged, 1),
         (errors.WaitedTooLong, 1),
+        (errors.HostAway, 1),
+        (errors.NotAdmitted, 1),
+        (errors.BadFrame, 1),
         (errors.WorkerFailed, 1),
     ],
 )
@@ -34,11 +37,14 @@ def test_exit_code_of_each_error(kind, exit_code):
 
 def test_every_error_has_its_exit_code_tested():
     assert {kind.__name__ for kind in KINDS} == {
+        "BadFrame",
         "Conflict",
         "Diverged",
+        "HostAway",
         "InvalidArgument",
         "LayoutMismatch",
         "ManipleError",
+        "NotAdmitted",
         "SharedMemoryFull",
         "WaitedTooLong",
         "WorkerFailed",
@@ -47,7 +53,12 @@ def test_every_error_has_its_exit_code_tested():
 
 @pytest.mark.parametrize(
     ("kind", "builtin"),
-    [(errors.InvalidArgument, ValueError), (errors.SharedMemoryFull, OSError), (errors.WaitedTooLong, TimeoutError)],
+    [
+        (errors.InvalidArgument, ValueError),
+        (errors.SharedMemoryFull, OSError),
+        (errors.WaitedTooLong, TimeoutError),
+        (errors.HostAway, ConnectionError),
+    ],
 )
 def test_errors_are_caught_as_their_builtin_kin(kind, builtin):
     with pytest.raises(builtin, match="words"):
@@ -57,3 +68,10 @@ def test_errors_are_caught_as_their_builtin_kin(kind, builtin):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_an_error_is_what_was_said(kind):
     assert str(kind("what is wrong, the limit, what to do")) == "what is wrong, the limit, what to do"
+
+
+def test_error_that_the_other_side_named_is_raised_here():
+    with pytest.raises(errors.LayoutMismatch, match="parameter 3"):
+        errors.raise_remote("LayoutMismatch", "parameter 3 differs")
+    with pytest.raises(errors.ManipleError, match="words"):
+        errors.raise_remote("SomethingNew", "words")

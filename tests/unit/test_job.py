@@ -98,5 +98,8 @@ def test_what_was_asked_for_is_written_down():
         "devices": ["cpu"],
         "restarts": 1,
         "seed": 9,
+        "wire": None,
+        "listen": None,
+        "snapshot_every": 300.0,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected

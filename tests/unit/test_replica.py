@@ -15,6 +15,8 @@ from maniple.record import Events
 class Owner:
     """What a replica asks of its worker."""
 
+    is_over = False
+
     def samples_taken(self) -> int:
         return 0
 

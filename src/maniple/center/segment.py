@@ -4,6 +4,10 @@
                            members   one byte per rank: never, live, left or dead
                            node      the workers' own lock
                            center-0  the parameters shared by the first `share()`, and so on
+                           array-*   a named array
+                           stage-*   what one remote worker has under way
+                           server    locked by the host's network side
+                           restored  if the center began again from a snapshot
 """
 
 import mmap
@@ -18,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from maniple.center.locks import ByteLocks, Patience
-from maniple.errors import InvalidArgument, SharedMemoryFull
+from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
 
 NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
@@ -64,6 +68,30 @@ class Segment:
         segment._guard = guard
         return segment
 
+    @classmethod
+    def adopt(cls, root: Path, lineage: str, run: Path) -> "Segment | None":
+        """Take over the segment of a run whose host was killed; None if nothing of it is left."""
+        path = root / f"{_PREFIX}{lineage}"
+        if not (path / "members").exists():
+            return None
+        guard = ByteLocks(path / "host")
+        patience = Patience(timeout_s=3)
+        try:
+            while not guard.take(0):
+                patience.wait(f"{path / 'host'}: the run's host is alive")
+        except WaitedTooLong:
+            guard.close()
+            raise InvalidArgument(
+                f"the run {run} is going on: its host is alive. Join it with `maniple join`, or end it first."
+            ) from None
+        (path / "host").write_bytes(msgspec.json.encode({"pid": os.getpid(), "run": str(run)}))
+        segment = cls(path)
+        segment._guard = guard
+        for rank in range(MAX_WORKERS):
+            if segment.state(rank) == LIVE:
+                segment.mark(rank, DEAD)
+        return segment
+
     @property
     def live(self) -> int:
         """p, the workers alive now."""
@@ -79,7 +107,7 @@ class Segment:
 
     def centers(self) -> list[Path]:
         """The files of the centers made so far."""
-        return sorted(self.path.glob("center-*"))
+        return sorted([*self.path.glob("center-*"), *self.path.glob("array-*")])
 
     def close(self) -> None:
         """Let go of the mapping."""

@@ -1,34 +1,24 @@
 """The center in shared memory: local workers map it and apply the rule themselves.
 
-    offset 0     header     magic, state, bytes of the table, parameters
-    4096         table      names, shapes, dtypes (JSON), by which a joiner is checked
-    ...          versions   one per parameter; odd while somebody writes
-                 holders    rank + 1 of the last who locked it
-    ...          one flat vector per dtype
-
 Each parameter has a lock (one byte of the file, `locks`) and its update is a transaction. A worker killed
 in the middle of one leaves each element old or new, the lock free, and the version odd, which the next
-holder reports as torn.
+holder reports as torn. What a killed host had begun for a remote worker is finished instead (`stage`).
 """
 
-import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from maniple.center.locks import ByteLocks, Patience
+from maniple.center.memory import Memory
 from maniple.center.segment import Segment
+from maniple.center.stage import finish_pending
 from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
-from maniple.errors import InvalidArgument, SharedMemoryFull
 from maniple.layout import Layout
 
-_MAGIC = 0x31454C50494E414D  # "MANIPLE1"
-_READY = 1
-_PAGE = 4096
 _CREATE = 1 << 40  # the byte that creators lock; parameter i locks byte i
 LOCK_TIMEOUT_S = 60.0
 
@@ -46,20 +36,28 @@ class Shared:
 
     @classmethod
     def open_or_create(
-        cls, segment: Segment, name: str, model: Model, *, rank: int, lock: bool = True
+        cls,
+        segment: Segment,
+        name: str,
+        model: Model,
+        *,
+        rank: int,
+        lock: bool = True,
+        note: str = "",
+        timeout_s: float = LOCK_TIMEOUT_S,
     ) -> tuple["Shared", bool]:
         """The center `name`: made from `model` by the first who asks, found by everybody else.
 
-        The second value is True for the creator. Simultaneous creators wait for the first; a creator who
-        dies half-way is replaced by the next.
+        The second value is True for the creator, whose `note` is kept. Simultaneous creators wait for the first; a
+        creator who dies half-way is replaced by the next.
         """
-        layout = Layout(model.entries)
+        layout = Layout(model.entries, is_numeric=True)
         center = cls(segment, segment.path / name, rank=rank, lock=lock)
         try:
-            with center._locks.hold(_CREATE, timeout_s=LOCK_TIMEOUT_S, what="the creator of the center"):
-                is_creator = not center._is_ready()
+            with center._locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"):
+                is_creator = not Memory.is_ready(center._path)
                 if is_creator:
-                    center._create(layout, model)
+                    Memory.create(center._path, layout, model, note)
             center._attach()
             layout.require(center.layout, "the center")
         except BaseException:
@@ -68,19 +66,58 @@ class Shared:
         return center, is_creator
 
     @classmethod
-    def open(cls, segment: Segment, path: Path) -> "Shared | None":
-        """The center in `path`, as the host sees it, or None if nobody has finished making it."""
-        center = cls(segment, path)
-        if not center._is_ready():
+    def open(cls, segment: Segment, path: Path, *, rank: int = -1) -> "Shared | None":
+        """The center in `path`, by default as the host sees it, or None if nobody has finished making it."""
+        center = cls(segment, path, rank=rank)
+        if not Memory.is_ready(path):
             center.close()
             return None
         center._attach()
         return center
 
     @property
+    def name(self) -> str:
+        """The file's name in the segment."""
+        return self._path.name
+
+    @property
+    def note(self) -> str:
+        """What the creator noted."""
+        return self._memory.note
+
+    @property
     def live(self) -> int:
         """p, the workers alive now."""
         return self._segment.live
+
+    @contextmanager
+    def held(self, i: int) -> Generator[None]:
+        """Hold the lock of parameter i for the length of a `with` block."""
+        with self._locks.hold(i, timeout_s=LOCK_TIMEOUT_S, what=self._describe(i)):
+            self._holders[i] = self._rank + 1
+            self._mend(i)
+            yield
+
+    def is_torn(self, i: int) -> bool:
+        """A local worker died in the middle of parameter i, and nobody has written it since."""
+        return bool(self._versions[i] & 1)
+
+    def version(self, i: int) -> int:
+        """Twice the number of times that parameter i was written; rounded up while or after a write was cut short."""
+        return self._versions[i] + (self._versions[i] & 1)
+
+    def begin_write(self, i: int) -> None:
+        """Note that parameter i, whose lock is held, is being written."""
+        self._versions[i] |= 1
+
+    def end_write(self, i: int) -> None:
+        """Note that it is whole again."""
+        self._versions[i] = (self._versions[i] | 1) + 1
+
+    def settle(self, versions: Sequence[int]) -> None:
+        """Take over the versions of an earlier center whose values were restored here."""
+        for i, version in enumerate(versions):
+            self._versions[i] = version + (version & 1)
 
     def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
         """Apply `rule` to every parameter of `model` and of the center."""
@@ -114,7 +151,7 @@ class Shared:
 
     def release(self) -> None:
         """Let this process' view of the pages go; they stay in shared memory and come back when touched."""
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory.release()
 
     def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
         """Set the center to `model`, but for parameters that are not finite; `on_value` as in `pull`."""
@@ -133,11 +170,13 @@ class Shared:
         """Parameter i itself, flat, in shared memory; read or written without its lock."""
         return self._arrays[i]
 
-    def read(self, i: int) -> Array:
-        """A copy of parameter i, in its shape."""
+    def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array:
+        """A copy of parameter i, in its shape; `meanwhile` is called while nobody else can write it."""
         value = np.empty_like(self._arrays[i])
-        with self._locks.hold(i, timeout_s=LOCK_TIMEOUT_S, what=self._describe(i)):
+        with self.held(i):
             value[:] = self._arrays[i]
+            if meanwhile is not None:
+                meanwhile()
         return value.reshape(self.layout.entries[i].shape)
 
     @property
@@ -165,6 +204,8 @@ class Shared:
         with closing(self._locked()) as turns:  # an error on the way gives the lock back at once
             for i in turns:
                 version = versions[i]
+                if version & 1 and self._lock and self._mend(i):
+                    version = versions[i]
                 if version & 1:
                     version += 1
                     if self._lock:
@@ -210,82 +251,17 @@ class Shared:
                 self._locks.give(i)
             patience, busy = None, 0
 
+    def _mend(self, i: int) -> bool:
+        """Finish what a killed host has left half-done in parameter i, whose lock is held; False if nothing."""
+        return bool(self._versions[i] & 1) and finish_pending(self._segment.path, self, i)
+
     def _describe(self, i: int) -> str:
         holder = self._holders[i]
         who = f"worker {holder - 1}" if holder else "the host"
         return f"the lock of parameter {self.layout.entries[i].name!r}, last held by {who}"
 
-    def _is_ready(self) -> bool:
-        with self._path.open("rb") as file:
-            head = np.frombuffer(file.read(16), np.int64)
-        return len(head) == 2 and head[0] == _MAGIC and head[1] == _READY
-
-    def _create(self, layout: Layout, model: Model) -> None:
-        offsets, size = _offsets(layout)
-        with self._path.open("r+b") as file:
-            file.truncate(0)  # what a creator who failed has left
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                file.truncate(0)
-                space = os.statvfs(self._path.parent)
-                raise SharedMemoryFull(
-                    f"the center needs {_megabytes(size)} in {self._path.parent.parent}, which has "
-                    f"{_megabytes(space.f_bavail * space.f_frsize)} free ({error.strerror}). Enlarge it "
-                    "(`mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`), remove what fills it, "
-                    "or set MANIPLE_SHM to another folder that is held in memory."
-                ) from error
-            memory = mmap.mmap(file.fileno(), size)
-        memory[_PAGE : _PAGE + len(layout.table)] = layout.table
-        header = np.frombuffer(memory, np.int64, 4)
-        header[2:] = len(layout.table), len(layout.entries)
-        model.begin()
-        for i, (entry, place) in enumerate(
-            zip(layout.entries, layout.views(_vectors(layout, memory, offsets)), strict=True)
-        ):
-            value = model.array(i)
-            if not np.isfinite(value).all():
-                raise InvalidArgument(
-                    f"parameter {entry.name!r} holds values that are not finite, so it cannot become the center. "
-                    "Look at the model's initialisation."
-                )
-            place[:] = value
-        header[:2] = _MAGIC, _READY
-
     def _attach(self) -> None:
-        with self._path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        header = np.frombuffer(memory, np.int64, 4)
-        count = int(header[3])
-        self.layout = Layout.from_table(memory[_PAGE : _PAGE + int(header[2])])
-        offsets, _ = _offsets(self.layout)
-        counters = memoryview(memory)[offsets["counters"] :]
-        self._memory = memory
-        self._versions = counters[: 8 * count].cast("q")
-        self._holders = counters[8 * count : 16 * count].cast("q")
-        self._arrays = self.layout.views(_vectors(self.layout, memory, offsets))
+        self._memory = memory = Memory(self._path)
+        self.layout = memory.layout
+        self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
         self._seen = list(self._versions)
-
-
-def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
-    """Where the parts of the file begin, and its size."""
-    offsets: dict[str, int] = {}
-    end = _PAGE + _whole_pages(len(layout.table))
-    offsets["counters"] = end
-    end += _whole_pages(16 * len(layout.entries))
-    for dtype, size in layout.sizes.items():
-        offsets[dtype] = end
-        end += _whole_pages(np.dtype(dtype).itemsize * size)
-    return offsets, end
-
-
-def _vectors(layout: Layout, memory: mmap.mmap, offsets: dict[str, int]) -> dict[str, Array]:
-    return {dtype: np.frombuffer(memory, dtype, size, offsets[dtype]) for dtype, size in layout.sizes.items()}
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"

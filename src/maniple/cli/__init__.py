@@ -1,17 +1,26 @@
 """The command `maniple`."""
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+import msgspec
 
 import maniple
-from maniple.errors import ManipleError
-from maniple.launch import Job, run_local
+from maniple.errors import InvalidArgument, ManipleError
+from maniple.host.host import KEEP
+from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
-from maniple.place import DEFAULT_SEED
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment
 from maniple.rules import RULES, parse_rule
+from maniple.wire import CODECS, Address
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -21,19 +30,91 @@ def cli() -> None:
 
     Add two lines to a training script (maniple.join and worker.share), then start it on several workers:
 
-      maniple run -n 4 train.py --lr 0.1
+    \b
+      maniple run -n 4 train.py --lr 0.1              on this machine
+      maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
+      maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
     """
 
 
-@cli.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+def _settings(command: Command) -> Command:
+    """What `run` and `serve` have in common."""
+    for option in reversed(
+        [
+            click.option(
+                "--rule",
+                metavar="RULE",
+                help=f"What an exchange does: {', '.join(RULES)}; with settings: easgd:alpha=0.5.",
+            ),
+            click.option("--every", type=int, metavar="STEPS", help="Exchange every so many steps."),
+            click.option(
+                "--maximum-rate",
+                type=float,
+                metavar="SHARE",
+                help="Spend at most this share of wall time in exchanges.",
+            ),
+            click.option(
+                "--wire",
+                type=click.Choice(list(CODECS)),
+                help="How values travel to workers elsewhere. Default: float32, as they are.",
+            ),
+            click.option("--name", help="The run's name. Default: script and time."),
+            click.option(
+                "--runs",
+                type=click.Path(path_type=Path),
+                default=Path("runs"),
+                show_default=True,
+                help="Where run folders are made.",
+            ),
+            click.option(
+                "--seed",
+                type=int,
+                default=DEFAULT_SEED,
+                show_default=True,
+                help="The run's seed; each worker's own derives from it.",
+            ),
+            click.option(
+                "--resume",
+                type=click.Path(path_type=Path),
+                metavar="RUN",
+                help="Go on with a run whose host has ended or was killed, in its own folder.",
+            ),
+            click.option(
+                "--snapshot", type=int, metavar="NUMBER", help="With --resume: from this snapshot, not the newest."
+            ),
+            click.option(
+                "--snapshot-every",
+                "snapshot_every_s",
+                type=float,
+                default=300.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Save the center so often while training goes on; 0: only at the end.",
+            ),
+            click.option(
+                "--keep", type=int, default=KEEP, show_default=True, metavar="K", help="Keep the newest K snapshots."
+            ),
+            click.option(
+                "--host-deadline",
+                "host_deadline_s",
+                type=float,
+                default=HOST_DEADLINE_S,
+                show_default=True,
+                metavar="SECONDS",
+                help="A worker elsewhere trains on for so long without its host, then saves its replica and fails.",
+            ),
+            click.option("--tls", is_flag=True, help="Encrypt connections, with a certificate made for the run."),
+            click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
+            click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
+            click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@cli.command(context_settings=_SCRIPT)
 @click.option("-n", "--workers", type=int, help="Workers to start. Default: one per device, else 1.")
-@click.option(
-    "--rule",
-    metavar="RULE",
-    help=f"What an exchange does: {', '.join(RULES)}; with settings: easgd:alpha=0.5.",
-)
-@click.option("--every", type=int, metavar="STEPS", help="Exchange every so many steps.")
-@click.option("--maximum-rate", type=float, metavar="SHARE", help="Spend at most this share of wall time in exchanges.")
 @click.option(
     "--devices",
     metavar="LIST",
@@ -48,43 +129,129 @@ def cli() -> None:
     metavar="K",
     help="Start a dead worker again, up to K times each.",
 )
-@click.option("--name", help="The run's name. Default: script and time.")
 @click.option(
-    "--runs",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    help="Where run folders are made.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    default=DEFAULT_SEED,
-    show_default=True,
-    help="The run's seed; each worker's own derives from it.",
+    "--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a port of choice with :0."
 )
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@_settings
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
     """Run SCRIPT on several workers of this machine.
 
     What follows SCRIPT is its own: {rank} and {world} in it become each worker's numbers. The run folder
-    (runs/NAME) gets the events, the logs of each worker and, at the end, the shared parameters.
+    (runs/NAME) gets the events, the logs of each worker and the shared parameters.
 
     \b
       maniple run -n 2 train.py
       maniple run -n 4 --rule downpour --every 1 train.py --lr 0.05
       maniple run -n 2 --devices cuda:0,cuda:1 --maximum-rate 0.1 train.py
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz
+      maniple run -n 4 --resume runs/last train.py
+      maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
 
     Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
     sys.exit(run_local(_job(**options)))
 
 
-def _job(*, workers: int | None, every: int | None, maximum_rate: float | None, devices: str, **rest: Any) -> Job:
+@cli.command()
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Where to listen; port 0 is a free one. 0.0.0.0 lets other machines in.",
+)
+@click.option(
+    "--from", "arrays", type=click.Path(path_type=Path), metavar="FILE", help="Begin with the arrays of a file."
+)
+@_settings
+def serve(**options: Any) -> None:
+    """Be a host alone: keep a center for workers that come and go, until Ctrl-C or SIGTERM.
+
+    The address is printed and written to host.json in the run folder, beside the token that workers need. If the
+    host is killed, --resume goes on where it was: workers train on meanwhile, find it again, and nothing is lost.
+
+    \b
+      maniple serve                                         for workers of this machine
+      maniple serve --listen 0.0.0.0:29400 --tls            for all
+      maniple serve --resume runs/last                      after the host was killed
+      maniple serve --from arrays.h5                        named arrays for maniple.Client
+    """
+    sys.exit(run_local(_job(**options)))
+
+
+@cli.command(context_settings=_SCRIPT)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A copy of the run's file `token`. Default: MANIPLE_TOKEN_FILE or MANIPLE_TOKEN of the environment.",
+)
+@click.option(
+    "--certificate", type=click.Path(path_type=Path), metavar="FILE", help="The host's certificate, if it encrypts."
+)
+@click.option("--device", help="The device of this worker, e.g. cuda:0 (worker.device).")
+@click.argument("host")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def join(
+    *,
+    host: str,
+    script: Path,
+    args: tuple[str, ...],
+    token_file: Path | None,
+    certificate: Path | None,
+    device: str | None,
+) -> None:
+    """Join a running host with one more worker, from anywhere, at any time.
+
+    HOST is HOST:PORT, or a run folder that can be seen from here, which also has the token.
+
+    \b
+      maniple join runs/last train.py --lr 0.1
+      maniple join node-07:29400 --token-file token train.py --lr 0.1
+    """
+    if not script.is_file():
+        raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
+    place = _reach(host, token_file, certificate).told(device=device)
+    env = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
+    if place.token is None:
+        env.pop("MANIPLE_TOKEN", None)
+    os.execve(sys.executable, [sys.executable, str(script), *args], os.environ | env)
+
+
+def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:
+    """How to reach a host given by its address or by its run folder."""
+    folder = Path(host)
+    try:
+        token = None if token_file is None else token_file.read_text().strip()
+        if not folder.is_dir():
+            return Place(address=str(Address.parse(host)), token=token, certificate=certificate)
+        known: dict[str, Any] = msgspec.json.decode((folder / "host.json").read_bytes())
+        token = token or (folder / "token").read_text().strip()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{error.filename} cannot be read: {error.strerror}. Give HOST:PORT, or the folder of a run that listens."
+        ) from None
+    is_here = known["node"] == os.uname().nodename and known["unix"] and Path(known["unix"][5:]).exists()
+    certificate = certificate or (Path(known["certificate"]) if known["certificate"] else None)
+    return Place(address=known["unix"] if is_here else known["address"], token=token, certificate=certificate)
+
+
+def _job(
+    *,
+    every: int | None,
+    maximum_rate: float | None,
+    listen: str | None,
+    tls: bool,
+    certificate: Path | None,
+    key: Path | None,
+    workers: int | None = None,
+    devices: str = "",
+    **rest: Any,
+) -> Job:
     given = tuple(filter(None, (device.strip() for device in devices.split(","))))
     if every is not None and maximum_rate is not None:
         raise click.UsageError("--every and --maximum-rate are two paces; give one of them.")
@@ -95,7 +262,11 @@ def _job(*, workers: int | None, every: int | None, maximum_rate: float | None, 
         pace = f"rate:{RateLimit(maximum_rate).maximum_rate}"
     if rest["rule"] is not None:
         parse_rule(rest["rule"])
-    return Job(workers=len(given) or 1 if workers is None else workers, pace=pace, devices=given, **rest)
+    if listen is None and (tls or certificate or key):
+        raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
+    where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)
+    count = 0 if "script" not in rest else len(given) or 1 if workers is None else workers
+    return Job(workers=count, pace=pace, devices=given, listen=where, **rest)
 
 
 def main() -> None:

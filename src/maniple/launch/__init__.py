@@ -1,6 +1,7 @@
 """The launchers: start workers, look after them, end them. `local` does so on this machine."""
 
+from maniple.launch.door import Listen
 from maniple.launch.job import Job
 from maniple.launch.local import run_local
 
-__all__ = ["Job", "run_local"]
+__all__ = ["Job", "Listen", "run_local"]

@@ -33,12 +33,16 @@ class Board:
         self.standings = [Standing() for _ in range(workers)]
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
         self._steps_before = self._samples_before = 0  # of workers that died and were restarted
+        self._folder = folder
+        self._server = Tail(folder.events("server"))
         self._events = [Tail(folder.events(rank)) for rank in range(workers)]
         self._logs = [Tail(folder.log(rank)) for rank in range(workers)]
 
     def refresh(self) -> list[tuple[int, str]]:
         """Read what is new; gives the lines that workers printed, with their ranks."""
         printed: list[tuple[int, str]] = []
+        for row in parse_events(self._server.lines()):
+            self._note_member(row)
         for rank, standing in enumerate(self.standings):
             for row in parse_events(self._events[rank].lines()):
                 self._note(standing, row)
@@ -58,6 +62,19 @@ class Board:
         return (
             f"{steps:,} steps, {samples:,} samples in {longest:.1f} s{rate} over {count(len(self.standings), 'worker')}"
         )
+
+    def _note_member(self, row: Row) -> None:
+        """A worker of another machine has come or gone."""
+        state = {"joined": "training", "returned": "training", "lost": "lost", "left": "done"}.get(
+            str(row.get("event"))
+        )
+        if state is not None:
+            rank = int(row["worker"])
+            while len(self.standings) <= rank:
+                self._events.append(Tail(self._folder.events(len(self.standings))))
+                self._logs.append(Tail(self._folder.log(len(self.standings))))
+                self.standings.append(Standing())
+            self.mark(rank, state)
 
     def _note(self, standing: Standing, row: Row) -> None:
         kind = row.get("event")

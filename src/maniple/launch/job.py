@@ -8,14 +8,17 @@ from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
 from maniple.errors import InvalidArgument
-from maniple.place import DEFAULT_SEED, THREAD_VARIABLES
+from maniple.host.host import KEEP
+from maniple.launch.door import Listen
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
+from maniple.wire import codec
 
 
 @dataclass(frozen=True)
 class Job:
     """A script, and how many workers run it in which way."""
 
-    script: Path
+    script: Path | None = None  # None: a host alone
     args: tuple[str, ...] = ()
     workers: int = 1
     rule: str | None = None
@@ -27,22 +30,43 @@ class Job:
     seed: int = DEFAULT_SEED
     bind: bool = True  # give each worker cores of its own
     quiet: bool = False
+    wire: str | None = None  # how values travel to workers elsewhere
+    listen: Listen | None = None  # for workers elsewhere; None: this machine's shared memory only
+    host_deadline_s: float = HOST_DEADLINE_S
+    snapshot_every_s: float = 300.0  # 0: only at the end
+    keep: int = KEEP  # snapshots
+    resume: Path | None = None  # the folder of the run to go on with
+    snapshot: int | None = None  # the one to go on from; None: the newest
+    arrays: Path | None = None  # a file of named arrays to begin with
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
-        if not 1 <= self.workers <= MAX_WORKERS:
+        if self.script is not None and not 1 <= self.workers <= MAX_WORKERS:
             raise InvalidArgument(f"{self.workers} workers cannot be started (1 to {MAX_WORKERS}). Write -n 2.")
         if self.restarts < 0:
             raise InvalidArgument(f"--restarts {self.restarts} is below 0. Write --restarts 3, or leave it out.")
         if self.seed < 0:
             raise InvalidArgument(f"--seed {self.seed} is below 0. Write --seed 1.")
-        if not self.script.is_file():
+        if self.snapshot_every_s < 0 or self.keep < 1 or not self.host_deadline_s > 0:
+            raise InvalidArgument(
+                f"--snapshot-every {self.snapshot_every_s:g}, --keep {self.keep}, --host-deadline "
+                f"{self.host_deadline_s:g}: seconds are 0 or more, a deadline above 0, and 1 snapshot or more is kept."
+            )
+        if self.snapshot is not None and self.resume is None:
+            raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
+        if self.resume is not None and self.name is not None:
+            raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
+        if self.wire is not None:
+            codec(self.wire)
+        if self.listen is not None:
+            self.listen.check()
+        if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, to be written down."""
         return {
-            "script": str(self.script.resolve()),
+            "script": str(self.script.resolve()) if self.script else None,
             "args": list(self.args),
             "workers": self.workers,
             "rule": self.rule,
@@ -50,6 +74,9 @@ class Job:
             "devices": list(self.devices),
             "restarts": self.restarts,
             "seed": self.seed,
+            "wire": self.wire,
+            "listen": str(self.listen.address) if self.listen else None,
+            "snapshot_every": self.snapshot_every_s,
         }
 
     def arguments(self, rank: int) -> list[str]:
@@ -63,7 +90,7 @@ class Job:
 
 def split_cores(cores: list[int], workers: int) -> list[list[int]]:
     """Cores of its own for each worker; all cores for everybody if there are more workers than cores."""
-    if workers > len(cores):
+    if not 0 < workers <= len(cores):
         return [cores] * workers
     bounds = [len(cores) * i // workers for i in range(workers + 1)]
     return [cores[a:b] for a, b in itertools.pairwise(bounds)]

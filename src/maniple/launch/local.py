@@ -12,10 +12,12 @@ from typing import Any
 from maniple.errors import WorkerFailed
 from maniple.host import Host
 from maniple.launch.board import Board, count
+from maniple.launch.door import Door
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
+from maniple.launch.snapshots import Snapshots
 from maniple.launch.view import View, open_view
-from maniple.place import asked_threads, shared_memory
+from maniple.place import Place, asked_threads, shared_memory
 from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
@@ -27,8 +29,23 @@ _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 def run_local(job: Job) -> int:
     """Run `job` on this machine; gives the exit code."""
     job.check()
-    host = Host(shared_memory(), job.runs, job.name or fresh_name(job.runs, job.script), job.asked())
-    return _Run(job, host).run()
+    if job.resume is not None:
+        # A host alone is often started by a machine, which cannot choose between snapshots.
+        falls_back = job.script is None
+        host = Host.resume(
+            shared_memory(), job.resume, job.asked(), number=job.snapshot, falls_back=falls_back, keep=job.keep
+        )
+    else:
+        name = job.name or fresh_name(job.runs, job.script or Path("host"))
+        host = Host.start(shared_memory(), job.runs, name, job.asked(), keep=job.keep)
+    try:
+        if job.arrays is not None:
+            host.begin_with(job.arrays)
+        run = _Run(job, host)
+    except BaseException:
+        host.abandon()
+        raise
+    return run.run()
 
 
 class _Run:
@@ -36,10 +53,23 @@ class _Run:
 
     def __init__(self, job: Job, host: Host) -> None:
         self._job, self._host = job, host
+        place = Place(
+            world=job.workers,
+            run=host.folder.path,
+            segment=host.segment.path,
+            rule=job.rule,
+            pace=job.pace,
+            seed=job.seed,
+            wire=job.wire,
+            host_deadline_s=job.host_deadline_s,
+        )
+        self._door = Door(host, job.listen, place) if job.listen is not None else None
+        reach = place if self._door is None else self._door.place.told(key=None)
         cores = sorted(os.sched_getaffinity(0))
-        threads = thread_variables(max(1, len(cores) // job.workers), asked_threads())
+        threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
         self._processes = [
-            Process(job, host, rank, part, threads) for rank, part in enumerate(split_cores(cores, job.workers))
+            Process(job, host, rank, cores=part, threads=threads, reach=reach)
+            for rank, part in enumerate(split_cores(cores, job.workers))
         ]
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
@@ -48,17 +78,16 @@ class _Run:
     def run(self) -> int:
         exit_code = _OTHER
         with self._signals(), self._view:
-            self._say(f"{count(self._job.workers, 'worker')}, run folder {_short(self._host.folder.path)}")
-            for path in self._host.salvaged:
-                self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")
+            self._greet()
             try:
-                self._watch()
+                with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
+                    self._watch()
                 exit_code = 0
             except WorkerFailed as failure:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
-                exit_code = _INTERRUPTED
+                exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
                 self._tell(self._view.error, "interrupted: ending the workers and saving the center")
             finally:
                 self._from_now_on(self._hurry)
@@ -67,23 +96,59 @@ class _Run:
                 exit_code = self._close(exit_code)
         return exit_code
 
+    def _greet(self) -> None:
+        who = count(self._job.workers, "worker") if self._job.script else "a host alone"
+        self._say(f"{who}, run folder {_short(self._host.folder.path)}")
+        for news in self._host.news:
+            self._say(news)
+        for path in self._host.salvaged:
+            self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")
+        if self._door is not None:
+            folder = _short(self._host.folder.path)
+            self._say(
+                f"listening on {self._door.address}; one more worker: maniple join {folder} SCRIPT, or from elsewhere"
+            )
+            self._say(f"    MANIPLE_TOKEN_FILE={folder}/token maniple join {self._door.public} SCRIPT")
+
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
+        children: list[Process | Door] = [*self._processes]
+        if self._door is not None:
+            children.append(self._door)
         with selectors.DefaultSelector() as selector:
-            while not all(process.is_done for process in self._processes):
-                for process in self._processes:
-                    if process.is_due:
-                        process.start()
-                        selector.register(process.descriptor, selectors.EVENT_READ, process)
+            while not self._is_done():
+                for child in children:
+                    if child.is_due:
+                        child.start()
+                        selector.register(child.descriptor, selectors.EVENT_READ, child)
                 for key, _ in selector.select(_TICK_S):
                     selector.unregister(key.fileobj)
-                    self._mind_death(key.data)
+                    if isinstance(key.data, Door):
+                        self._mind_server(key.data)
+                    else:
+                        self._mind_death(key.data)
                 self._show()
         if not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
                 "apart, and there is no center. Add `worker = maniple.join()` and `worker.share(model, optimizer)`."
             )
+
+    def _is_done(self) -> bool:
+        """All workers have ended, those of other machines too. A host alone goes on until it is told to end."""
+        if self._job.script is None or not all(process.is_done for process in self._processes):
+            return False
+        return self._host.segment.live == 0
+
+    def _mind_server(self, door: Door) -> None:
+        """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
+        exit_code = door.collect()
+        door.restart()
+        self._host.events.write("server died", exit_code=exit_code)
+        self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
+
+    def _tell_unsaved(self, error: OSError) -> None:
+        self._tell(self._view.error, f"no snapshot could be written: {error}. Training goes on.")
 
     def _mind_death(self, process: Process) -> None:
         exit_code = process.collect()
@@ -117,6 +182,8 @@ class _Run:
                 self._board.mark(process.rank, "ended")
 
     def _close(self, exit_code: int) -> int:
+        if self._door is not None:
+            self._door.shut(_GRACE_S)
         try:
             saved = self._host.close(exit_code)
         except OSError as error:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ Row = dict[str, Any]
 
 
 class Events:
-    """The rows that this process writes. `fields` stand in each of them."""
+    """The rows that this process writes, to a file or to a `sink`. `fields` stand in each of them."""
 
-    def __init__(self, path: Path | None, **fields: Any) -> None:
+    def __init__(self, path: Path | None, *, sink: Callable[[bytes], None] | None = None, **fields: Any) -> None:
         self._fields = fields
+        self._sink = sink
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._minute = -1
         self._datestamp = ""
@@ -35,7 +36,7 @@ class Events:
 
     def write(self, event: str, /, **values: Any) -> None:
         """Append one row. A full disk costs rows, never the training: it is said once, and counted."""
-        if self._file < 0:
+        if self._file < 0 and self._sink is None:
             return
         now = time.time()
         if (minute := int(now // 60)) != self._minute:
@@ -44,6 +45,9 @@ class Events:
         if self._dropped:
             row["dropped"] = self._dropped
         line = self._encode(row) + b"\n"
+        if self._sink is not None:
+            self._sink(line)
+            return
         try:
             self._append(line)
             self._dropped = 0
@@ -68,6 +72,7 @@ class Events:
 
     def close(self) -> None:
         """Write no more."""
+        self._sink = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -3,7 +3,9 @@
 runs/<name>/run.json        what was asked, versions, lineage, how it ended
             events/*.jsonl  one file of rows per process
             logs/*.log      what each process printed
-            center/         the shared parameters: safetensors beside a JSON manifest
+            center/         the shared parameters, as snapshots
+            token           by which workers elsewhere and the host know each other; readable by its owner alone
+            host.json       where the host listens
 runs/last -> <name>
 """
 
@@ -66,9 +68,12 @@ class Folder:
 
     def describe(self, **values: Any) -> None:
         """Merge `values` into run.json."""
+        write_json(self.path / "run.json", self.read() | values)
+
+    def read(self) -> dict[str, Any]:
+        """What run.json says; nothing if there is none."""
         path = self.path / "run.json"
-        known: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-        write_json(path, known | values)
+        return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
 
 
 def fresh_name(root: Path, script: Path) -> str:

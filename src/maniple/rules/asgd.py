@@ -1,6 +1,6 @@
 """ASGD: Legion's weighted push, then pull."""
 
-from maniple.contracts import Array, Moment
+from maniple.contracts import Act, Array, Moment
 from maniple.rules.kernels import kernels
 from maniple.rules.rule import Rule, checked_share
 
@@ -21,3 +21,7 @@ class ASGD(Rule):
     def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
         del memory, moment
         return kernels().blend(x, c, self.alpha, self.beta)
+
+    def act(self, moment: Moment) -> Act:
+        del moment
+        return Act("blend", self.alpha, self.beta)

@@ -1,6 +1,6 @@
 """Downpour: push what this worker changed, take the center."""
 
-from maniple.contracts import Array, Moment
+from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
 from maniple.rules.rule import Rule
@@ -29,6 +29,10 @@ class Downpour(Rule):
         assert memory is not None
         scale = 1.0 / (moment.staleness + 1) if self.compensate else 1.0
         return kernels().difference(x, c, memory, scale)
+
+    def act(self, moment: Moment) -> Act:
+        del moment
+        return Act("compensated" if self.compensate else "blend", 1.0, 1.0, is_change=True)
 
     def remember(self, c: Array, memory: Array) -> None:
         memory[:] = c

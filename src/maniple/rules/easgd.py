@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from maniple.contracts import Array, Moment
+from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
 from maniple.rules.rule import Rule, checked_share
@@ -70,3 +70,7 @@ class EASGD(Rule):
         del memory
         center, worker = self.alphas(moment)
         return kernels().elastic(x, c, center, worker)
+
+    def act(self, moment: Moment) -> Act:
+        center, worker = self.alphas(moment)
+        return Act("elastic", center, worker)

@@ -13,7 +13,7 @@ from maniple.contracts import Array
 
 # Of fast maths only the reordering of the sum `doubt`, the one sum there is, so that it fits vector registers:
 # every other operation is rounded as written, and the results are bit-equal to those of `blocks`.
-_compiled: Any = numba.njit(cache=True, error_model="numpy", fastmath={"reassoc"})
+_compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 
 
 @_compiled

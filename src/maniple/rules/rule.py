@@ -3,7 +3,7 @@
 from numbers import Real
 from typing import Any, ClassVar
 
-from maniple.contracts import Array, Moment
+from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules import blocks
 
@@ -31,6 +31,11 @@ class Rule:
         """Change `x` and `c` in place; False if some proposed values were not finite (they are left out)."""
         del moment
         return blocks.mixed(x, c, memory, self.mix)
+
+    def act(self, moment: Moment) -> Act | None:
+        """The rule in the words of the wire. None: the worker computes it, and the host swaps the values."""
+        del moment
+        return None
 
     def remember(self, c: Array, memory: Array) -> None:
         """Called with the center's value when the replica is set to it, for rules with `memory`."""

@@ -4,12 +4,13 @@ import time
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from maniple.adapters import Adapter
-from maniple.center import Shared
-from maniple.contracts import Array, Moment, Outcome
-from maniple.errors import Diverged, InvalidArgument
+from maniple.center.tensors import write_tensors
+from maniple.contracts import Array, Center, Moment, Outcome
+from maniple.errors import Diverged, HostAway, InvalidArgument
 from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
@@ -23,8 +24,11 @@ _PROGRESS_S = 0.5  # how often a row tells how far this worker is
 class Owner(Protocol):
     """What a replica asks of its worker."""
 
+    @property
+    def is_over(self) -> bool: ...
     def samples_taken(self) -> int: ...
     def end_if_told(self) -> None: ...
+    def mind_absence(self, replica: "Replica") -> None: ...
 
 
 class Replica:
@@ -37,7 +41,7 @@ class Replica:
     """
 
     def __init__(
-        self, model: Adapter, center: Shared | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
+        self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
     ) -> None:
         self.pace = pace
         self.steps = 0
@@ -53,7 +57,7 @@ class Replica:
         self._since_exchange = 0
         self._refusals = 0
         self._spent_s = 0.0
-        self._is_center = False
+        self._is_center = self._is_away = False
         self._start = self._told = self._stepped = time.perf_counter()
         self._unhook = model.on_step(self.step)
 
@@ -82,10 +86,19 @@ class Replica:
     def exchange(self) -> None:
         """Apply the rule now, to the replica and the center."""
         self._refuse_inside_center("exchange() was called")
-        if self._center is None:
+        if self._center is None or self._worker.is_over:
             return
         moment = Moment(step=self.steps, live=max(1, self._center.live))
-        outcome, cost_s = self._timed("exchange", self._center.exchange, self._model, self._rule, self._memory, moment)
+        begin = time.perf_counter()
+        try:
+            outcome, cost_s = self._timed(
+                "exchange", self._center.exchange, self._model, self._rule, self._memory, moment
+            )
+        except HostAway as error:
+            self._spent_s += time.perf_counter() - begin
+            self._mind_absence(error)
+            return
+        self._is_away = False
         self._spent_s += cost_s
         self.pace.exchanged(cost_s, outcome.size_bytes)
         self._since_exchange = 0
@@ -150,9 +163,28 @@ class Replica:
             return
         if exchange and self._since_exchange and not self._is_center:
             self.exchange()
+            while self._is_away and not self._worker.is_over:  # the last exchange waits for a host that is away
+                time.sleep(0.1)
+                self.exchange()
         self._tell(max(self._stepped, self._told))  # what came after the last step is no training
         self._center.close()
         self._center = None
+
+    def save(self, name: str, run: Path | None) -> Path:
+        """Write the replica's parameters to a file, in the run folder if that is here, else in the working folder."""
+        folder = run if run is not None and run.is_dir() else Path.cwd()
+        self._model.begin()
+        dtypes = [dtype for dtype, _, _ in self._layout.places]
+        write_tensors(folder / name, self._layout.entries, dtypes, self._model.array)
+        return folder / name
+
+    def _mind_absence(self, error: HostAway) -> None:
+        if not self._is_away:
+            self._is_away = True
+            self._events.write("away", reason=str(error))
+            warnings.warn(f"{error}. Training goes on; exchanges are tried again", stacklevel=4)
+        self._worker.mind_absence(self)
+        self._worker.end_if_told()
 
     def _timed(self, event: str, act: Any, *args: Any) -> tuple[Outcome, float]:
         self.is_exchanging = True

@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from maniple.adapters import adapt
-from maniple.center import ByteLocks, Segment, Shared
-from maniple.center.segment import LEFT, LIVE
 from maniple.errors import Conflict, InvalidArgument, ManipleError
+from maniple.layout import Layout
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place, find
-from maniple.record import Events, Folder
+from maniple.record import Events
 from maniple.rules import EASGD, Rule, parse_rule, warm_up
 from maniple.sampler import Sampler
+from maniple.wire import codec
 from maniple.worker.replica import Replica
+from maniple.worker.seat import take_seat
 from maniple.worker.stop import StopAfter
 
 T = TypeVar("T")
@@ -29,11 +30,16 @@ T = TypeVar("T")
 _joined: "Worker | None" = None
 
 
-def join() -> "Worker":
-    """Join the run that started this process; alone, a world of one. A second call gives the same worker."""
+def join(address: str | None = None) -> "Worker":
+    """Join the run that started this process; alone, a world of one. A second call gives the same worker.
+
+    Args:
+        address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
+            (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
+    """
     global _joined  # noqa: PLW0603 - one process is one worker
     if _joined is None or _joined.has_left:
-        _joined = Worker(find())
+        _joined = Worker(find(address=address))
     return _joined
 
 
@@ -49,6 +55,10 @@ class Worker:
     """
 
     def __init__(self, place: Place) -> None:
+        self._seat = take_seat(place)
+        self._events = Events(None) if self._seat is None else self._seat.events
+        if self._seat is not None:
+            place = self._seat.place
         self.rank, self.world = place.rank, place.world
         self.local_rank, self.local_world = place.local_rank, place.local_world
         self.node = place.node
@@ -61,11 +71,7 @@ class Worker:
         self._stop: StopAfter | None = None
         self._replicas: list[Replica] = []
         self._samplers: list[Sampler] = []
-        self._segment = Segment(place.segment) if place.segment else None
-        path = Folder(place.run).events(place.rank) if place.run else None
-        self._events = Events(path, worker=place.rank)
-        if self._segment is not None:
-            self._segment.mark(self.rank, LIVE)
+        if self._seat is not None:
             self._events.write(
                 "join",
                 rank=self.rank,
@@ -89,7 +95,12 @@ class Worker:
     @property
     def should_stop(self) -> bool:
         """It is time for this worker to end its loop."""
-        return self._stop is not None and self._stop.is_due
+        return (self._stop is not None and self._stop.is_due) or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """The host has ended the run: there is nobody to exchange with any more."""
+        return self._seat is not None and self._seat.is_over
 
     def share(
         self,
@@ -98,6 +109,7 @@ class Worker:
         *,
         rule: Rule | None = None,
         pace: Pace | None = None,
+        wire: str | None = None,
         state: Sequence[str] = (),
         buffers: bool = True,
         lock: bool = True,
@@ -113,6 +125,8 @@ class Worker:
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
+            wire: how values travel to a host elsewhere: "float32" (as they are, the default), "bfloat16", "float16" or
+                "int8"; what a push loses by it is made up for by the next ones.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             buffers: share floating-point buffers too, such as batch-norm statistics.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
@@ -125,20 +139,25 @@ class Worker:
         asked = self._place
         rule = _settled("rule", rule, parse_rule(asked.rule) if asked.rule else None, EASGD())
         pace = _settled("pace", pace, parse_pace(asked.pace) if asked.pace else None, Every(rule.every))
+        wire = _settled("wire", wire, asked.wire, "float32")
+        codec(wire)
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
-        if self._segment is not None:
+        if self._seat is not None:
+            note = f"{rule!r}, {pace!r}"
             name = f"center-{len(self._replicas)}"
-            center, is_creator = Shared.open_or_create(self._segment, name, adapter, rank=self.rank, lock=lock)
-            warm_up(list(center.layout.sizes))
+            center, is_creator = self._seat.open(name, adapter, lock=lock, wire=wire, note=note)
+            layout = Layout(adapter.entries)
+            warm_up(list(layout.sizes))
             self._events.write(
                 "share",
                 rule=repr(rule),
                 pace=repr(pace),
-                digest=center.layout.digest,
+                wire=wire,
+                digest=layout.digest,
                 created=is_creator,
-                parameters=len(center.layout.entries),
-                bytes=center.layout.size_bytes,
+                parameters=len(layout.entries),
+                bytes=layout.size_bytes,
             )
         replica = Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
         replica.pull()  # the creator too: rules with a memory begin from the center's value
@@ -160,17 +179,17 @@ class Worker:
 
     def log(self, **values: Any) -> None:
         """Write one timestamped row of numbers or words; `loss` is also shown live."""
-        if self._segment is not None:
+        if self._seat is not None:
             step = self._replicas[0].steps if self._replicas else 0
             self._events.write("log", **{"step": step} | {name: _plain(value) for name, value in values.items()})
 
     @contextmanager
     def lock(self, timeout_s: float = 60.0) -> Generator[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
-        if self._segment is None:
+        if self._seat is None:
             yield
             return
-        locks = ByteLocks(self._segment.path / "node")
+        locks = self._seat.locks()
         try:
             with locks.hold(0, timeout_s=timeout_s, what="the workers' lock"):
                 yield
@@ -186,11 +205,17 @@ class Worker:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
         finally:
-            if self._segment is not None:
-                self._segment.mark(self.rank, LEFT)
-                self._events.write("leave", failed=self._has_failed)
-                self._segment.close()
-            self._events.close()
+            if self._seat is not None:
+                self._seat.leave(failed=self._has_failed)
+
+    def mind_absence(self, replica: Replica) -> None:
+        """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
+        assert self._seat is not None
+        error = self._seat.absence()
+        if error is not None and not self._has_failed:
+            self._has_failed = True  # no last exchange is tried
+            path = replica.save(f"replica-{self.rank}.safetensors", self._place.run)
+            raise type(error)(f"{error} This worker's replica is saved in {path}.")
 
     def samples_taken(self) -> int:
         """The samples that this worker's samplers have handed out."""
@@ -237,7 +262,7 @@ def _settled(what: str, script: T | None, command_line: T | None, default: T) ->
     if script is not None and command_line is not None and script != command_line:
         raise Conflict(
             f"the script asks for the {what} {script!r}, the command line for {command_line!r}. "
-            f"Leave one of them out: `{what}=` in share(), or the option of `maniple run`."
+            f"Leave one of them out: `{what}=` in share(), or the option of the command."
         )
     if script is not None:
         return script

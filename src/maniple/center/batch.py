@@ -1,0 +1,101 @@
+"""A batch: the offers of one exchange, sent by one thread while another takes the answers."""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from maniple.center.link import Link, checked
+from maniple.contracts import Array, Outcome
+from maniple.errors import BadFrame
+from maniple.layout import Layout
+from maniple.wire import Stream
+from maniple.wire.messages import Answer, Ask, Offer, Told
+
+_SMALL_BYTES = 1 << 16  # so much fits into the buffers on the way: no second thread is needed
+
+
+class Trade(Protocol):
+    """What is offered for each parameter, and what becomes of the answer."""
+
+    def offer(self, i: int, sequence: int, item: int) -> Offer: ...
+    def payload(self, i: int) -> Array: ...
+    def take(self, i: int, answer: Answer, stream: Stream, size: int) -> None: ...
+    def settle(self, i: int) -> None:
+        """Parameter i was applied, but its answer was lost."""
+        ...
+
+
+class Batch:
+    """One exchange under way: which items were acknowledged, and after a break, which were applied."""
+
+    def __init__(self, link: Link, center: str, layout: Layout, parameters: Sequence[int], trade: Trade) -> None:
+        self._link, self._center, self._layout, self._trade = link, center, layout, trade
+        self._parameters = list(parameters)
+        self._acknowledged = 0
+        self._unsettled: list[int] | None = None  # applied, but their answers were lost; None: not known yet
+        self._unapplied: list[int] = []
+        link.sequence += 1
+        self._sequence = link.sequence
+
+    def run(self, outcome: Outcome, size_bytes: int) -> None:
+        """Send all offers and take all answers; OSError if the connection breaks on the way."""
+        stream = self._link.stream()
+        if size_bytes <= _SMALL_BYTES:
+            self._send(stream)
+            self._receive(stream, outcome)
+            return
+        failures: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                self._send(stream)
+            except BaseException as error:
+                failures.append(error)
+                stream.abort()  # wakes the thread that waits for answers
+
+        sender = threading.Thread(target=send, name="maniple-send", daemon=True)
+        sender.start()
+        try:
+            self._receive(stream, outcome)
+        except BaseException:
+            stream.abort()
+            raise
+        finally:
+            sender.join()
+            if failures and not isinstance(failures[0], OSError):
+                raise failures[0]
+
+    def resolve(self) -> list[int]:
+        """After a break: settle what was applied; gives what was not. If it breaks again, call again."""
+        if self._unsettled is None:
+            questions = [(self._center, i) for i in self._parameters[self._acknowledged :]]
+            told = self._link.say(Ask(self._sequence, self._acknowledged, questions)) if questions else Told([])
+            if not isinstance(told, Told) or len(told.applied) != len(questions):
+                raise BadFrame("the host was asked what it has applied, and said something else.")
+            applied = list(zip(self._parameters[self._acknowledged :], told.applied, strict=True))
+            self._unsettled = [i for i, was_applied in applied if was_applied]
+            self._unapplied = [i for i, was_applied in applied if not was_applied]
+        while self._unsettled:
+            self._trade.settle(self._unsettled[0])
+            self._unsettled.pop(0)
+        return self._unapplied
+
+    def _send(self, stream: Stream) -> None:
+        for item, i in enumerate(self._parameters):
+            stream.send(self._trade.offer(i, self._sequence, item), self._trade.payload(i))
+
+    def _receive(self, stream: Stream, outcome: Outcome) -> None:
+        for item, i in enumerate(self._parameters):
+            answer, size = stream.receive()
+            checked(answer)
+            if not isinstance(answer, Answer) or answer.item != item:
+                raise BadFrame(f"the answer to item {item} was expected.")
+            self._trade.take(i, answer, stream, size)
+            self._acknowledged = item + 1
+            name = self._layout.entries[i].name
+            outcome.staleness += answer.staleness / len(self._layout.entries)
+            outcome.live = answer.live
+            if answer.is_torn:
+                outcome.torn.append(name)
+            if not answer.is_clean:
+                outcome.refused.append(name)

@@ -1,0 +1,130 @@
+"""The link: one worker's connection to its host, made again whenever it breaks.
+
+It carries the worker's random name and the number of its newest exchange, by which the host knows what it has
+applied already. Tries that fail are followed by a pause that doubles, up to a limit, with jitter, so that the
+workers of a host that returns do not all come at once.
+"""
+
+import random
+import secrets
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from maniple.errors import BadFrame, HostAway, NotAdmitted, raise_remote
+from maniple.wire import Address, Stream, connect
+from maniple.wire.messages import Message, Refusal, Welcome
+from maniple.wire.proof import introduce
+from maniple.wire.stream import TIMEOUT_S
+
+_CONNECT_S = 3.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """How to reach a host: its address, the token that opens, the certificate to trust."""
+
+    address: Address
+    token: str
+    tls: ssl.SSLContext | None = None
+    worker: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class Link:
+    """A connection in one role, "data" or "control"."""
+
+    def __init__(
+        self,
+        door: Door,
+        role: str,
+        *,
+        lineage: str | None = None,
+        may_try: Callable[[], bool] = lambda: True,
+        on_restored: Callable[[Welcome], None] = lambda _: None,
+    ) -> None:
+        self.lineage = lineage
+        self.reason = "no try was made yet"  # why it is not connected
+        self.sequence = 0
+        self._door, self._role = door, role
+        self._may_try, self._on_restored = may_try, on_restored
+        self._stream: Stream | None = None
+        self._restored: int | None = None
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._next_try = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        """A connection was made, and nothing has shown that it broke."""
+        return self._stream is not None
+
+    def stream(self) -> Stream:
+        """The connection, made if need be. HostAway if that fails, or if it is too early for another try."""
+        if self._stream is None:
+            if not self._may_try() or time.monotonic() < self._next_try:
+                raise HostAway(f"the host at {self._door.address} is away: {self.reason}")
+            try:
+                self._stream = self._connect()
+            except (OSError, NotAdmitted, BadFrame) as error:
+                if self.lineage is None and not isinstance(error, OSError):
+                    raise  # at the first contact: the token or the address is wrong, and no waiting helps
+                self._wait(str(error) or type(error).__name__)
+                raise HostAway(f"the host at {self._door.address} is away: {self.reason}") from error
+            self._pause_s = _SHORTEST_PAUSE_S
+        return self._stream
+
+    def wait(self, deadline: float) -> Stream:
+        """The connection, waited for until `deadline` (of time.monotonic). HostAway after it."""
+        while True:
+            try:
+                return self.stream()
+            except HostAway:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(max(0.0, min(0.02, self._next_try - time.monotonic())) or 0.01)
+
+    def drop(self, reason: str = "the connection broke") -> None:
+        """Give a broken connection up."""
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream.close()
+            self._stream = None
+            self.reason = reason
+
+    def say(self, message: Message) -> Message:
+        """Ask something and take the answer, both without a payload. A refusal is raised as the error it names."""
+        stream = self.stream()
+        stream.send(message)
+        return checked(stream.receive_message())
+
+    def _connect(self) -> Stream:
+        stream = connect(self._door.address, timeout_s=_CONNECT_S, tls=self._door.tls)
+        try:
+            stream.set_timeout(_CONNECT_S)
+            welcome = introduce(stream, self._door.token, self._role, self._door.worker)
+            if self.lineage is not None and welcome.lineage != self.lineage:
+                raise NotAdmitted(
+                    f"it serves another center now (lineage {welcome.lineage}, this worker's is {self.lineage})"
+                )
+            stream.set_timeout(TIMEOUT_S)
+        except BaseException:
+            stream.close()
+            raise
+        self.lineage = welcome.lineage
+        if self._restored not in {None, welcome.restored}:
+            self._on_restored(welcome)
+        self._restored = welcome.restored
+        return stream
+
+    def _wait(self, reason: str) -> None:
+        self.reason = reason
+        self._next_try = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def checked(answer: Message) -> Message:
+    """The answer, unless it is a refusal, which is raised."""
+    if isinstance(answer, Refusal):
+        raise_remote(answer.kind, answer.reason)
+    return answer

@@ -1,0 +1,407 @@
+"""The host's half of the center over TCP: one thread serves one worker's connection, request by request."""
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from maniple.center.acts import ACTS
+from maniple.center.segment import Segment
+from maniple.center.shared import Shared
+from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
+from maniple.contracts import Array, Entry
+from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
+from maniple.layout import Layout
+from maniple.wire import CODECS, Stream, codec
+from maniple.wire.messages import (
+    Answer,
+    Ask,
+    Busy,
+    Bye,
+    Create,
+    Find,
+    Listing,
+    Message,
+    Names,
+    Offer,
+    Open,
+    Opened,
+    Pull,
+    Put,
+    Refusal,
+    Save,
+    Saved,
+    Take,
+    Told,
+    Value,
+)
+
+ARRAY = "array:"  # before the name of an array that stands alone
+_MAX_TABLE_BYTES = 64 << 20
+_MAX_OPEN = 32  # centers that one connection keeps open
+_CENTER = re.compile(r"center-\d{1,4}")
+
+
+class Superseded(ConnectionError):
+    """The worker has made a newer connection; this one may not apply anything any more."""
+
+
+class Left(ConnectionError):
+    """The worker has said goodbye."""
+
+
+class Turns:
+    """Which connection speaks for each worker. Only the newest may: what lingers in an older one is void."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turns: dict[str, Turn] = {}
+
+    def take(self, worker: str, stream: Stream) -> "Turn":
+        """Make `stream` the connection of `worker`, once what the older one is applying is done."""
+        with self._lock:
+            before = self._turns.get(worker)
+            turn = self._turns[worker] = Turn(stream, threading.Lock() if before is None else before.lock)
+        if before is not None:
+            before.stream.abort()
+            with turn.lock:
+                before.is_over = True
+        return turn
+
+    def forget(self, worker: str, segment: Segment) -> None:
+        """The worker has left: it will not ask again what was applied."""
+        with self._lock:
+            turn = self._turns.pop(worker, None)
+        if turn is not None:
+            turn.stream.abort()
+            with turn.lock:
+                turn.is_over = True
+        with contextlib.closing(Stage.of(segment.path, worker)) as stage:
+            stage.remove()
+
+
+class Turn:
+    """One connection's right to speak for its worker."""
+
+    def __init__(self, stream: Stream, lock: threading.Lock) -> None:
+        self.stream, self.lock = stream, lock
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """For the time of one contribution."""
+        with self.lock:
+            if self.is_over:
+                raise Superseded("the worker has connected anew")
+            yield
+
+
+class Serving:
+    """One worker's data connection, at the host."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        segment: Segment,
+        worker: str,
+        *,
+        rank: Callable[[], int],
+        included: Callable[[str, str, int, int], bool],
+        save: Callable[[str], str],
+    ) -> None:
+        """
+        Args:
+            turn: the right to speak for `worker`.
+            segment: the run's shared memory.
+            worker: the worker's random name.
+            rank: its place, as far as known.
+            included: whether the snapshot that the center was restored from has a contribution, given by
+                worker, center, parameter and word.
+            save: writes all values to a file of the run folder.
+        """
+        self._turn, self._stream = turn, turn.stream
+        self._segment, self._worker, self._rank = segment, worker, rank
+        self._included, self._save = included, save
+        self._stage = Stage.of(segment.path, worker)
+        self._centers: OrderedDict[str, Shared] = OrderedDict()
+        self._answers: dict[type, Callable[[Any, int], None]] = {
+            Open: self._open,
+            Offer: self._offer,
+            Pull: self._pull,
+            Ask: self._ask,
+            Take: self._take,
+            Put: self._put,
+            Find: self._find,
+            Names: self._names,
+            Save: self._save_as,
+        }
+
+    def serve(self) -> None:
+        """Answer until the connection ends (ConnectionError) or something comes that is not understood (BadFrame)."""
+        try:
+            while True:
+                message, size = self._stream.receive()
+                self._serve_one(message, size)
+        finally:
+            for center in self._centers.values():
+                center.close()
+            with contextlib.suppress(Superseded), self._turn.held():
+                self._stage.shrink()
+            self._stage.close()
+
+    def _serve_one(self, message: Message, size: int) -> None:
+        if isinstance(message, Bye):
+            raise Left("the worker has left")
+        act = self._answers.get(type(message))
+        if act is None:
+            raise BadFrame(f"{type(message).__name__} is nothing that a worker asks.")
+        try:
+            act(message, size)
+        except ManipleError as error:
+            self._stream.send(Refusal(type(error).__name__, str(error)))
+            if isinstance(error, BadFrame) or not isinstance(message, Find | Pull | Save):
+                raise  # what follows in the stream was sent in the belief that this went well
+
+    def _open(self, message: Open, size: int) -> None:
+        table = bytes(self._stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES))
+        model = _Sender(self._stream, _checked_layout(table))
+        try:
+            center, is_creator = Shared.open_or_create(
+                self._segment, _file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
+            )
+        except WaitedTooLong:
+            self._stream.send(Busy())
+            return
+        self._keep(message.center, center)
+        self._stream.send(Opened(is_creator, self._segment.live), center.layout.table)
+
+    def _find(self, message: Find, size: int) -> None:
+        _expect(size, 0)
+        self._stream.send(Opened(False, self._segment.live), self._center(message.center).layout.table)
+
+    def _pull(self, message: Pull, size: int) -> None:
+        _expect(size, 0)
+        center, array = self._parameter(message.center, message.i)
+        kind = _codec(message.codec, array)
+        value = self._stage.reserve(array.nbytes).view(array.dtype)
+        with center.held(message.i):
+            is_torn, version = center.is_torn(message.i), center.version(message.i)
+            value[:] = array
+        self._stream.send(Value(message.i, version, is_torn), _packed(kind.name, value))
+
+    def _offer(self, message: Offer, size: int) -> None:
+        i = message.i
+        center, array = self._parameter(message.center, i)
+        kind = _codec(message.codec, array)
+        if message.act not in ACTS or message.answer not in {"value", "move", "none"}:
+            raise BadFrame(f"{message.act!r} with answer {message.answer!r} is nothing that a host does.")
+        _expect(size, kind.size_bytes(array.size, array.itemsize))
+        value = self._receive(kind.name, array)
+        is_clean = is_done = True
+        with self._turn.held():
+            word = self._next_word(message.sequence, message.item)
+            with center.held(i):
+                is_torn, version = center.is_torn(i), center.version(i)
+                staleness = max(0, version - message.seen) // 2
+                act, b = message.act, message.b
+                if act == "compensated":
+                    act, b = "blend", b / (staleness + 1)
+                if act == "swap" and version != message.seen:
+                    is_done = False
+                elif act in {"swap", "replace"} and not np.isfinite(value).all():
+                    is_clean = False
+                    self._stage.skip(word)
+                else:
+                    intent = Intent(center.name, i, act, message.a, b, word, array.size)
+                    is_clean = self._stage.commit(center, intent, value, answer=message.answer)
+                version = center.version(i)
+        answer = Answer(message.item, version, staleness, self._segment.live, is_clean, is_torn, is_done)
+        if message.answer == "none":
+            self._stream.send(answer)
+        else:
+            self._stream.send(answer, _packed(kind.name, value))
+
+    def _take(self, message: Take, size: int) -> None:
+        center, array = self._parameter(message.center, 0)
+        _expect(size, 8 * message.count)
+        positions = np.empty(message.count, np.int64)
+        self._stream.receive_into(positions)
+        _check_positions(positions, array)
+        with center.held(0):
+            version, values = center.version(0), array[positions]
+        self._stream.send(Value(0, version), values)
+
+    def _put(self, message: Put, size: int) -> None:
+        center, array = self._parameter(message.center, 0)
+        _expect(size, message.count * (8 + array.itemsize))
+        positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
+        self._stream.receive_into(positions)
+        self._stream.receive_into(values)
+        _check_positions(positions, array)
+        with self._turn.held():
+            word = self._next_word(message.sequence, 0)
+            intent = Intent(center.name, 0, "blend", message.alpha, message.beta, word, message.count, is_sparse=True)
+            with center.held(0):
+                is_torn = center.is_torn(0)
+                is_clean = self._stage.commit_at(center, intent, positions, values)
+                version = center.version(0)
+        self._stream.send(Answer(0, version, 0, self._segment.live, is_clean, is_torn, True))
+
+    def _ask(self, message: Ask, size: int) -> None:
+        _expect(size, 0)
+        sequence, done = self._stage.position
+        applied = [
+            item < done if sequence == message.sequence else self._was_restored(name, i, message.sequence, item)
+            for item, (name, i) in enumerate(message.items, message.first)
+        ]
+        self._stream.send(Told(applied))
+
+    def _was_restored(self, name: str, i: int, sequence: int, item: int) -> bool:
+        return self._included(self._worker, _file(name), i, word_of(sequence, item + 1))
+
+    def _names(self, message: Names, size: int) -> None:
+        del message
+        _expect(size, 0)
+        entries: list[Entry] = []
+        for path in sorted(self._segment.path.glob("array-*")):
+            center = Shared.open(self._segment, path)
+            if center is not None:
+                entries += center.layout.entries
+                center.close()
+        self._stream.send(Listing(), json.dumps(sorted(entry.name for entry in entries)).encode())
+
+    def _save_as(self, message: Save, size: int) -> None:
+        _expect(size, 0)
+        self._stream.send(Saved(self._save(message.path)))
+
+    def _next_word(self, sequence: int, item: int) -> int:
+        """The word once this item is applied; it must be the next of its exchange, or the first of a newer one."""
+        known, done = self._stage.position
+        is_next = (sequence == known and item == done) or (sequence > known and item == 0)
+        if not is_next or not 0 <= item < MAX_ITEMS or not 0 < sequence < 1 << 38:
+            raise BadFrame(f"item {item} of exchange {sequence} came after {done} of {known}.")
+        return word_of(sequence, item + 1)
+
+    def _receive(self, kind: str, array: Array) -> Array:
+        """A value in the center's dtype, at the start of the stage's room."""
+        how = codec(kind)
+        size = how.size_bytes(array.size, array.itemsize)
+        if how.is_plain:
+            value = self._stage.reserve(size)
+            self._stream.receive_into(value)
+            return value.view(array.dtype)
+        # Packed values come to the end of the room and are unpacked towards its start, over themselves.
+        room = self._stage.reserve(array.nbytes + -(-size // 32) * 8)
+        data = room[room.size - size :]
+        self._stream.receive_into(data)
+        value = room[: array.nbytes].view(array.dtype)
+        how.unpack(data, value)
+        return value
+
+    def _parameter(self, name: str, i: int) -> tuple[Shared, Array]:
+        center = self._center(name)
+        if not 0 <= i < len(center.layout.entries):
+            raise BadFrame(f"{name} has no parameter {i}.")
+        return center, center.array(i)
+
+    def _center(self, name: str) -> Shared:
+        center = self._centers.get(name)
+        if center is not None:
+            self._centers.move_to_end(name)
+            return center
+        path = self._segment.path / _file(name)
+        center = Shared.open(self._segment, path, rank=self._rank()) if path.exists() else None
+        if center is None:
+            what = f"array named {name.removeprefix(ARRAY)!r}" if name.startswith(ARRAY) else f"center {name!r}"
+            raise InvalidArgument(f"the host has no {what}. Create it first; names() lists what is there.")
+        return self._keep(name, center)
+
+    def _keep(self, name: str, center: Shared) -> Shared:
+        before = self._centers.pop(name, None)
+        if before is not None:
+            before.close()
+        self._centers[name] = center
+        if len(self._centers) > _MAX_OPEN:
+            self._centers.popitem(last=False)[1].close()
+        return center
+
+
+class _Sender:
+    """A remote worker's model, as its creator's values come in."""
+
+    def __init__(self, stream: Stream, layout: Layout) -> None:
+        self._stream, self._layout = stream, layout
+        self.entries: Sequence[Entry] = layout.entries
+
+    def begin(self) -> None:
+        self._stream.send(Create())
+
+    def array(self, i: int) -> Array:
+        message, size = self._stream.receive()
+        dtype, start, stop = self._layout.places[i]
+        value = np.empty(stop - start, dtype)
+        if not isinstance(message, Value) or message.i != i:
+            raise BadFrame(f"the value of parameter {i} was expected.")
+        _expect(size, value.nbytes)
+        self._stream.receive_into(value)
+        return value
+
+    def commit(self, i: int) -> None:
+        del i
+
+
+def array_file(name: str) -> str:
+    """The file of a named array, whose name may hold anything."""
+    return "array-" + hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def _file(name: str) -> str:
+    """The file of a center or of a named array."""
+    if name.startswith(ARRAY):
+        return array_file(name.removeprefix(ARRAY))
+    if not _CENTER.fullmatch(name):
+        raise BadFrame(f"{name!r} cannot name a center.")
+    return name
+
+
+def _checked_layout(table: bytes) -> Layout:
+    try:
+        return Layout.from_table(table)
+    except ManipleError:
+        raise
+    except Exception as error:  # whatever a table of a stranger's making may hold
+        raise BadFrame(f"the table of parameters cannot be read: {error}") from None
+
+
+def _codec(name: str, array: Array) -> Any:
+    if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
+        raise BadFrame(f"{array.dtype} values cannot travel as {name!r}.")
+    return codec(name)
+
+
+def _packed(kind: str, value: Array) -> Array:
+    how = codec(kind)
+    if how.is_plain:
+        return value
+    data = value.view(np.uint8)
+    size = how.size_bytes(value.size, value.itemsize)
+    if size > data.size:  # a few values only: packed they and their scale are larger
+        data = np.empty(size, np.uint8)
+    how.pack(value, data[:size])
+    return data[:size]
+
+
+def _check_positions(positions: Array, array: Array) -> None:
+    if positions.size and not (positions.min() >= 0 and positions.max() < array.size):
+        raise BadFrame(f"positions lie outside of the array's {array.size} elements.")
+
+
+def _expect(size: int, expected: int) -> None:
+    if size != expected:
+        raise BadFrame(f"a payload of {size} bytes came where {expected} were due.")

@@ -1,0 +1,220 @@
+"""The worker's half of the center over TCP. The host applies the rule; values flow both ways at once.
+
+An exchange sends one offer per parameter and takes one answer each. If the connection breaks, the worker asks
+which offers were applied, and makes a new exchange of those that were not: each is applied exactly once. If the
+host cannot be reached at all, HostAway leaves the question open; the worker trains on and asks it the next time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from maniple.center.batch import Batch, Trade
+from maniple.center.link import Link
+from maniple.center.remote import Remote
+from maniple.center.trades import Changes, Swap, Values, Whole
+from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
+from maniple.errors import HostAway, ManipleError, WaitedTooLong
+from maniple.layout import Layout
+
+T = TypeVar("T")
+_SWAP_PATIENCE_S = 60.0
+
+
+class Tcp:
+    """One worker's view of a center at a host."""
+
+    def __init__(self, remote: Remote, *, rank: int, deadline_s: float, live: Callable[[], int] | None) -> None:
+        self.layout = remote.layout
+        self._remote, self._rank, self._deadline_s, self._live = remote, rank, deadline_s, live
+        self._sent: list[Array] | None = None  # what is under way, of rules that offer changes
+        self._open: Batch | None = None  # what the loss of the host has left open
+
+    @classmethod
+    def open_or_create(
+        cls,
+        link: Link,
+        name: str,
+        model: Model,
+        *,
+        rank: int = 0,
+        wire: str = "float32",
+        note: str = "",
+        deadline_s: float = 60.0,
+        live: Callable[[], int] | None = None,
+    ) -> tuple["Tcp", bool]:
+        """The center `name` at the host, made from `model` if nobody has made it yet; True for its creator.
+
+        `live` tells p where another connection knows it better.
+        """
+        remote = Remote(link, name, Layout(model.entries), wire=wire)
+        created = insist(link, lambda: remote.open(model, note), deadline_s)
+        return cls(remote, rank=rank, deadline_s=deadline_s, live=live), created
+
+    @property
+    def live(self) -> int:
+        """p, the workers alive when the host last spoke."""
+        return self._remote.live if self._live is None else self._live()
+
+    def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
+        """Apply `rule` to every parameter of `model` and of the center. HostAway if the host is gone."""
+        self._remote.link.stream()  # if the host is away, that is known before anything is done
+        model.begin()
+        self._settle()
+        act = rule.act(moment) if _travels(rule) else None
+        if act is None:
+            return self._swap(Swap(self._remote, model, rule, memory, moment))
+        if act.is_change:
+            assert memory is not None
+            if self._sent is None:
+                self._sent = self.layout.views(self.layout.allocate())
+            return self._offer(Changes(self._remote, model, rule, act, memory=memory, sent=self._sent))
+        values = Values(self._remote, model, rule, memory, act)
+        outcome = self._offer(values)
+        self._remote.fetch(values.unclean, lambda i, c, _: _take_finite(model, i, c), is_plain=True)
+        return outcome
+
+    def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
+        """Set the center to `model`, but for parameters that are not finite."""
+
+        def push() -> Outcome:
+            model.begin()
+            self._settle()
+            return self._offer(Whole(self._remote, model, on_value), ways=1)
+
+        return insist(self._remote.link, push, self._deadline_s)
+
+    def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome:
+        """Set `model` to the center; `on_value` sees each parameter's value meanwhile."""
+        remote, stale = self._remote, dict[int, int]()
+
+        def take(i: int, value: Array, version: int) -> None:
+            x = model.array(i)
+            x[:] = value
+            self.layout.round(i, x)
+            stale.setdefault(i, max(0, version - remote.seen[i]) // 2)
+            if not is_look:
+                remote.seen[i] = version
+            if on_value is not None:
+                on_value(i, x)
+            model.commit(i)
+
+        def pull() -> list[str]:
+            self._settle()
+            model.begin()
+            return remote.fetch(self._order(), take)
+
+        torn = insist(remote.link, pull, self._deadline_s)
+        return Outcome(size_bytes=remote.size_bytes(), staleness=sum(stale.values()) / len(remote.seen), torn=torn)
+
+    def release(self) -> None:
+        """Nothing of the center is kept here."""
+
+    def close(self) -> None:
+        """Nothing to let go of: the link is the worker's."""
+
+    def _offer(self, trade: Trade, *, ways: int = 2) -> Outcome:
+        outcome = Outcome(size_bytes=ways * self._remote.size_bytes())
+        waiting = self._order()
+        while waiting:
+            waiting = self._run(trade, waiting, outcome)
+        return outcome
+
+    def _run(self, trade: Trade, parameters: list[int], outcome: Outcome) -> list[int]:
+        """Offer some parameters; gives those that a break has left unapplied."""
+        batch = self._open = Batch(self._remote.link, self._remote.name, self.layout, parameters, trade)
+        try:
+            batch.run(outcome, outcome.size_bytes)
+            unapplied: list[int] = []
+        except ManipleError as error:
+            self._remote.link.drop(str(error))
+            raise
+        except OSError as error:
+            self._remote.link.drop(str(error))
+            unapplied = self._resolve(batch)
+        self._open = None
+        self._remote.live = outcome.live or self._remote.live
+        return unapplied
+
+    def _resolve(self, batch: Batch) -> list[int]:
+        while True:
+            try:
+                return batch.resolve()
+            except ManipleError:
+                raise
+            except OSError as error:
+                self._remote.link.drop(str(error))
+
+    def _settle(self) -> None:
+        """Answer the question that the loss of the host has left open."""
+        if self._open is not None:
+            self._resolve(self._open)
+            self._open = None
+
+    def _swap(self, swap: Swap) -> Outcome:
+        outcome = Outcome(size_bytes=2 * self._remote.size_bytes())
+        for i in self._order():
+            deadline = time.monotonic() + _SWAP_PATIENCE_S
+            swap.is_done, torn = False, list[str]()
+            while not swap.is_done:
+                if time.monotonic() > deadline:
+                    raise WaitedTooLong(
+                        f"waited {_SWAP_PATIENCE_S:g} s to swap {self.layout.entries[i].name!r}, which others write "
+                        "all the time. Exchange less often, or use a rule that the host knows (easgd, asgd, downpour)."
+                    )
+                try:
+                    torn = swap.compute(i)
+                except ManipleError:
+                    raise
+                except OSError as error:
+                    self._remote.link.drop(str(error))
+                    continue
+                self._run(swap, [i], outcome)
+            outcome.torn += torn
+            outcome.staleness += swap.staleness / len(self.layout.entries)
+            if not swap.is_clean:
+                outcome.refused.append(self.layout.entries[i].name)
+        return outcome
+
+    def _order(self) -> list[int]:
+        """Workers begin apart, so that they seldom wait for each other's locks."""
+        count = len(self.layout.entries)
+        start = self._rank * count // max(1, self.live) % count
+        return [*range(start, count), *range(start)]
+
+
+def insist(link: Link, act: Callable[[], T], deadline_s: float) -> T:
+    """Do what a worker cannot go on without, again and again until `deadline_s` have passed."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            link.wait(deadline)
+            return act()
+        except HostAway:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        except ManipleError as error:
+            link.drop(str(error))
+            raise
+        except OSError as error:
+            link.drop(str(error))
+            if time.monotonic() > deadline:
+                raise HostAway(f"the connection to the host keeps breaking: {error}") from error
+
+
+def _travels(rule: Exchanger) -> bool:
+    """The host knows the rule: what it says of itself (`act`) was written with what it does (`exchange`)."""
+
+    def definer(method: str) -> type:
+        return next(kind for kind in type(rule).__mro__ if method in vars(kind))
+
+    return issubclass(definer("act"), definer("exchange"))
+
+
+def _take_finite(model: Model, i: int, c: Array) -> None:
+    x = model.array(i)
+    np.copyto(x, c, where=~np.isfinite(x))
+    model.commit(i)

@@ -1,0 +1,313 @@
+"""Named arrays at a host, one call at a time: what the classic parameter server offered.
+
+client = maniple.Client("node-07:29400")          # or Client(): the address from the environment
+A = client.create("A", A)                         # the first creator's value wins; everyone gets the settled one
+client.push("A", A, alpha=0.5, beta=0.5)          # A = alpha A + beta value, atomically, exactly once
+A = client.pull("A")
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from maniple.center.arrays import Brought
+from maniple.center.link import Door, Link, checked
+from maniple.center.remote import Remote
+from maniple.center.serving import ARRAY
+from maniple.center.tcp import insist
+from maniple.contracts import Array, Entry
+from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError
+from maniple.layout import Layout
+from maniple.place import find
+from maniple.wire import Address
+from maniple.wire.messages import (
+    Answer,
+    Ask,
+    Bye,
+    Find,
+    Listing,
+    Message,
+    Names,
+    Offer,
+    Opened,
+    Put,
+    Save,
+    Saved,
+    Take,
+    Told,
+    Value,
+)
+from maniple.wire.tls import worker_context
+
+T = TypeVar("T")
+_MAX_LIST_BYTES = 64 << 20
+
+
+class Client:
+    """A connection to a host's named arrays. Calls wait for a host that is away, up to `timeout_s`.
+
+    Args:
+        address: HOST:PORT or unix:PATH; by default MANIPLE_ADDRESS. The token always comes from the environment:
+            MANIPLE_TOKEN_FILE or MANIPLE_TOKEN.
+        timeout_s: how long a call may wait for the host before it raises HostAway.
+    """
+
+    def __init__(self, address: str | None = None, *, timeout_s: float = 60.0) -> None:
+        place = find(address=address)
+        if place.address is None:
+            raise InvalidArgument(
+                "no host to connect to: no address was given, and MANIPLE_ADDRESS is not set. Start one with "
+                "`maniple serve`, or add --listen 127.0.0.1:0 to `maniple run`, and pass its HOST:PORT."
+            )
+        if not place.token:
+            raise InvalidArgument(
+                f"no token for the host at {place.address}. Set MANIPLE_TOKEN_FILE to a copy of the file `token` in "
+                "the run folder, or MANIPLE_TOKEN to what it says."
+            )
+        tls = None if place.certificate is None else worker_context(place.certificate)
+        self._link = Link(Door(Address.parse(place.address), place.token, tls), "data")
+        self._timeout_s = timeout_s
+        self._layouts: dict[str, Layout] = {}
+        insist(self._link, lambda: None, timeout_s)
+
+    def create(self, name: str, value: npt.ArrayLike) -> Array:
+        """Make the array `name`, unless it is there already; gives its value, whoever has made it."""
+        array = np.asarray(value)
+        entry = Entry(name, array.shape, str(array.dtype))
+        brought = Brought(entry, array)
+        remote = Remote(self._link, ARRAY + name, brought.layout)
+        insist(self._link, lambda: remote.open(brought, ""), self._timeout_s)
+        return self.pull(name)
+
+    def pull(self, name: str) -> Array:
+        """The value of array `name`, as an array of one's own."""
+        layout = self._layout(name)
+        remote = Remote(self._link, ARRAY + name, layout)
+        taken: list[Array] = []
+        insist(self._link, lambda: remote.fetch([0], lambda _, value, __: taken.append(value)), self._timeout_s)
+        entry = layout.entries[0]
+        return taken[-1].reshape(entry.shape).astype(entry.dtype, copy=False)
+
+    def push(self, name: str, value: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5) -> None:
+        """`A = alpha A + beta value`, atomically. With `alpha=1`, differences of many clients add up exactly."""
+        layout = self._layout(name)
+        entry = layout.entries[0]
+        data = self._checked(layout, value, entry.shape, alpha, beta)
+
+        def offer(sequence: int) -> Message:
+            return Offer(ARRAY + name, 0, sequence, 0, "blend", alpha, beta, "float32", 0, "none")
+
+        self._apply(name, offer, data)
+
+    def pull_part(self, name: str, indices: Sequence[Sequence[int]]) -> Array:
+        """The part of array `name` at the crossing of one list of indices per axis, like `A[np.ix_(...)]`."""
+        layout = self._layout(name)
+        positions = _crossing(layout.entries[0], indices)
+        return self._take(name, layout, positions)
+
+    def push_part(
+        self,
+        name: str,
+        indices: Sequence[Sequence[int]],
+        value: npt.ArrayLike,
+        *,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+    ) -> None:
+        """`part = alpha part + beta value` for the part at the crossing of one list of indices per axis."""
+        layout = self._layout(name)
+        self._put(name, _crossing(layout.entries[0], indices), value, alpha, beta)
+
+    def pull_at(self, name: str, coordinates: npt.ArrayLike) -> Array:
+        """The k elements of array `name` at `coordinates`, k rows of one index per axis."""
+        layout = self._layout(name)
+        return self._take(name, layout, _points(layout.entries[0], coordinates))
+
+    def push_at(
+        self, name: str, coordinates: npt.ArrayLike, values: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5
+    ) -> None:
+        """`A[at] = alpha A[at] + beta value` for k elements. With `alpha=1`, values for the same element add up."""
+        layout = self._layout(name)
+        self._put(name, _points(layout.entries[0], coordinates), values, alpha, beta)
+
+    def names(self) -> list[str]:
+        """The names of all arrays at the host."""
+
+        def names() -> list[str]:
+            stream = self._link.stream()
+            stream.send(Names())
+            message, size = stream.receive()
+            if not isinstance(checked(message), Listing):
+                raise BadFrame("a list of names was expected.")
+            return msgspec.json.decode(stream.receive_bytes(size, at_most=_MAX_LIST_BYTES), type=list[str])
+
+        return insist(self._link, names, self._timeout_s)
+
+    def save(self, path: str) -> str:
+        """Have the host write all arrays to a .safetensors or .h5 file of its run folder, while others go on.
+
+        `path` lies in the folder `center` of the run; gives the whole path on the host's machine.
+        """
+        answer = insist(self._link, lambda: self._link.say(Save(path)), self._timeout_s)
+        if not isinstance(answer, Saved):
+            raise BadFrame("the path of a saved file was expected.")
+        return answer.path
+
+    def close(self) -> None:
+        """Let the host forget this client."""
+        if self._link.is_connected:
+            with suppress(OSError):  # then it forgets with the run
+                self._link.stream().send(Bye())
+        self._link.drop("this client was closed")
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _layout(self, name: str) -> Layout:
+        """Shape and dtype of an array; they never change."""
+
+        def look() -> Layout:
+            stream = self._link.stream()
+            stream.send(Find(ARRAY + name))
+            message, size = stream.receive()
+            if not isinstance(checked(message), Opened):
+                raise BadFrame("the shape of an array was expected.")
+            return Layout.from_table(bytes(stream.receive_bytes(size, at_most=_MAX_LIST_BYTES)))
+
+        if name not in self._layouts:
+            self._layouts[name] = insist(self._link, look, self._timeout_s)
+        return self._layouts[name]
+
+    def _checked(self, layout: Layout, value: npt.ArrayLike, shape: tuple[int, ...], alpha: Any, beta: Any) -> Array:
+        """The value in the center's dtype, flat, if it can be pushed so."""
+        entry, dtype = layout.entries[0], np.dtype(layout.places[0][0])
+        array = np.asarray(value)
+        if array.shape != shape:
+            raise InvalidArgument(
+                f"{list(array.shape)} values were pushed to {list(shape)} elements of {entry}. Push the same shape."
+            )
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise InvalidArgument(f"{array.dtype} values cannot go into {entry} without loss. Convert them first.")
+        for weight, word in ((alpha, "alpha"), (beta, "beta")):
+            is_whole = float(weight).is_integer() if not isinstance(weight, complex) else False
+            if isinstance(weight, complex) or not np.isfinite(weight) or (dtype.kind in "iu" and not is_whole):
+                raise InvalidArgument(
+                    f"{word}={weight!r} cannot weigh {entry}: it must be a finite number, and whole for whole numbers "
+                    "(alpha=1, beta=1 adds the value)."
+                )
+        return np.ascontiguousarray(array, dtype).reshape(-1)
+
+    def _take(self, name: str, layout: Layout, positions: Array) -> Array:
+        def take() -> Array:
+            stream = self._link.stream()
+            stream.send(Take(ARRAY + name, positions.size), np.ascontiguousarray(positions).reshape(-1))
+            message, size = stream.receive()
+            values = np.empty(positions.size, layout.places[0][0])
+            if not isinstance(checked(message), Value) or size != values.nbytes:
+                raise BadFrame("some elements of an array were expected.")
+            stream.receive_into(values)
+            return values
+
+        values = insist(self._link, take, self._timeout_s)
+        return values.reshape(positions.shape).astype(layout.entries[0].dtype, copy=False)
+
+    def _put(self, name: str, positions: Array, value: npt.ArrayLike, alpha: float, beta: float) -> None:
+        data = self._checked(self._layout(name), value, positions.shape, alpha, beta)
+        flat = np.ascontiguousarray(positions).reshape(-1)
+        if alpha != 1 and np.unique(flat).size < flat.size:
+            raise InvalidArgument(
+                f"the same element of {name!r} is given twice, which alpha={alpha} cannot weigh in one push. "
+                "Give each element once, or push differences with alpha=1: those add up."
+            )
+        self._apply(name, lambda sequence: Put(ARRAY + name, flat.size, sequence, alpha, beta), flat, data)
+
+    def _apply(self, name: str, message: Callable[[int], Message], *payload: Array) -> None:
+        """Have something applied exactly once: after a break, ask whether it was before saying it again."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            insist(self._link, lambda: None, self._timeout_s)
+            self._link.sequence += 1
+            sequence = self._link.sequence
+            try:
+                stream = self._link.stream()
+                stream.send(message(sequence), *payload)
+                answer = stream.receive_message()
+                checked(answer)
+                if not isinstance(answer, Answer):
+                    raise BadFrame("the acknowledgement of a push was expected.")
+                if not answer.is_clean:
+                    raise InvalidArgument(
+                        f"some values pushed to {name!r} are not finite, or would not be in it; the array keeps its "
+                        "own there. Look at what was pushed."
+                    )
+                return
+            except ManipleError:
+                raise
+            except OSError as error:
+                self._link.drop(str(error))
+                if self._was_applied(name, sequence, deadline):
+                    return
+                if time.monotonic() > deadline:
+                    raise HostAway(f"a push to {name!r} was cut off again and again: {error}") from error
+
+    def _was_applied(self, name: str, sequence: int, deadline: float) -> bool:
+        left_s = max(0.0, deadline - time.monotonic())
+        told = insist(self._link, lambda: self._link.say(Ask(sequence, 0, [(ARRAY + name, 0)])), left_s)
+        if not isinstance(told, Told) or len(told.applied) != 1:
+            raise BadFrame("the host was asked what it has applied, and said something else.")
+        return told.applied[0]
+
+
+def _crossing(entry: Entry, indices: Sequence[Sequence[int]]) -> Array:
+    """The flat positions at the crossing of one list of indices per axis."""
+    axes = len(entry.shape)
+    if len(indices) != axes:
+        raise InvalidArgument(
+            f"{len(indices)} lists of indices were given for the {axes} axes of {entry}. Give one each."
+        )
+    lists = [_inside(entry, axis, np.asarray(one)) for axis, one in enumerate(indices)]
+    for axis, one in enumerate(lists):
+        if one.ndim != 1:
+            raise InvalidArgument(f"the indices of axis {axis} of {entry} are no list: they have {one.ndim} axes.")
+    if not lists or 0 in entry.shape:
+        return np.zeros([one.size for one in lists], np.int64)
+    return np.asarray(np.ravel_multi_index(np.ix_(*lists), entry.shape))
+
+
+def _points(entry: Entry, coordinates: npt.ArrayLike) -> Array:
+    """The flat positions of k rows of one index per axis."""
+    rows = np.asarray(coordinates)
+    if rows.size == 0 and rows.ndim < 2:
+        rows = rows.reshape(0, len(entry.shape))
+    if rows.ndim != 2 or rows.shape[1] != len(entry.shape):
+        raise InvalidArgument(
+            f"coordinates of shape {list(rows.shape)} do not fit {entry}: give k rows of {len(entry.shape)} indices."
+        )
+    if not len(entry.shape):
+        return np.zeros(len(rows), np.int64)
+    columns = [_inside(entry, axis, rows[:, axis]) for axis in range(rows.shape[1])]
+    return np.zeros(0, np.int64) if not len(rows) else np.asarray(np.ravel_multi_index(columns, entry.shape))
+
+
+def _inside(entry: Entry, axis: int, indices: Array) -> Array:
+    """Indices of one axis, counted from its start."""
+    size = entry.shape[axis]
+    if indices.size == 0:
+        return indices.astype(np.int64)
+    if indices.dtype.kind not in "iu":
+        raise InvalidArgument(f"indices of axis {axis} of {entry} are {indices.dtype}. Give whole numbers.")
+    if indices.min() < -size or indices.max() >= size:
+        wrong = indices.min() if indices.min() < -size else indices.max()
+        raise InvalidArgument(f"index {wrong} lies outside of axis {axis} of {entry}, which has {size} elements.")
+    return np.where(indices < 0, indices + size, indices).astype(np.int64)

@@ -1,0 +1,221 @@
+"""The host: owns a run's center, its shared memory and its folder, from before the first worker to after the last."""
+
+import platform
+import secrets
+import threading
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from maniple.center import Segment, sweep
+from maniple.center.arrays import Brought
+from maniple.center.segment import DEAD, LIVE, NEVER
+from maniple.center.serving import array_file
+from maniple.center.shared import Shared
+from maniple.center.snapshot import (
+    Manifest,
+    check_snapshot,
+    newest_snapshot,
+    prune,
+    restore,
+    write_snapshot,
+)
+from maniple.center.stage import finish_all
+from maniple.center.tensors import read_arrays
+from maniple.contracts import Entry
+from maniple.errors import InvalidArgument
+from maniple.host.restored import Restored
+from maniple.record import Events, Folder
+
+KEEP = 3
+
+
+class Host:
+    """One run, as its owner sees it. `start` begins a new one, `resume` goes on with one whose host is gone."""
+
+    def __init__(self, folder: Folder, segment: Segment, lineage: str, asked: dict[str, Any], *, keep: int) -> None:
+        self.folder, self.segment, self.lineage = folder, segment, lineage
+        self.news: list[str] = []  # what the person who started it should know
+        self.salvaged: list[Path] = []
+        self._keep = keep
+        self._is_adopted = False
+        self._restored = Restored.read(segment.path)
+        self._joined: set[int] = set()
+        self._saving = threading.Lock()
+        self.events = Events(folder.events("host"))
+        self.events.write("start", lineage=lineage, restored=self._restored.count, **asked)
+
+    @classmethod
+    def start(cls, shared_memory: Path, runs: Path, name: str, asked: dict[str, Any], *, keep: int = KEEP) -> "Host":
+        """Begin a run: a new folder, a new segment, a new lineage."""
+        salvaged = sweep(shared_memory, _salvage)
+        lineage = secrets.token_hex(8)
+        folder = Folder.create(runs, name)
+        try:
+            segment = Segment.create(shared_memory, lineage, folder.path)
+        except BaseException:
+            folder.discard()
+            raise
+        folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=_versions(), node=platform.node())
+        host = cls(folder, segment, lineage, asked, keep=keep)
+        host.salvaged = salvaged
+        return host
+
+    @classmethod
+    def resume(
+        cls,
+        shared_memory: Path,
+        run: Path,
+        asked: dict[str, Any],
+        *,
+        number: int | None = None,
+        falls_back: bool = False,
+        keep: int = KEEP,
+    ) -> "Host":
+        """Go on with the run in folder `run`.
+
+        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot
+        (or snapshot `number`) is restored. If that one is damaged, the next older one is offered in the error, or
+        taken with `falls_back`.
+        """
+        folder = Folder(run.resolve())
+        lineage = folder.read().get("lineage")
+        if lineage is None:
+            raise InvalidArgument(
+                f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
+            )
+        news: list[str] = []
+        segment = Segment.adopt(shared_memory, lineage, folder.path) if number is None else None
+        if segment is not None:
+            finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
+            news.append("the center has survived in shared memory: nothing was lost")
+            folder.describe(resumed=time.time(), exit_code=None, ended=None)
+            host = cls(folder, segment, lineage, asked, keep=keep)
+            host._is_adopted = True
+            host.events.write("adopted", finished=finished)
+        else:
+            sweep(shared_memory, _salvage)
+            path, manifest = _chosen(folder, lineage, number, falls_back=falls_back, news=news)
+            segment = Segment.create(shared_memory, lineage, folder.path)
+            count = int(folder.read().get("restored", 0)) + 1
+            try:
+                restore(segment, path, manifest)
+                Restored(count, manifest.saved, manifest.applied).write(segment.path)
+            except BaseException:
+                segment.remove()
+                raise
+            ago = time.time() - manifest.saved
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
+            news.append(
+                f"the center begins again from {path.name} of {when}: what was contributed after that "
+                f"({ago:,.0f} s ago) is lost"
+            )
+            folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
+            host = cls(folder, segment, lineage, asked, keep=keep)
+            host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
+        host.news = news
+        return host
+
+    @property
+    def has_joined(self) -> bool:
+        """Some worker has called `join()`."""
+        return bool(self._joined)
+
+    def expect(self, rank: int) -> None:
+        """Get ready for a new process of worker `rank`, which has not joined yet."""
+        self.segment.mark(rank, NEVER)
+
+    def bury(self, rank: int, exit_code: int) -> bool:
+        """Note that the process of worker `rank` has ended; True if it had joined."""
+        had_joined = self.segment.state(rank) != NEVER
+        if had_joined:
+            self._joined.add(rank)
+        died = self.segment.state(rank) == LIVE
+        if died:
+            self.segment.mark(rank, DEAD)
+        self.events.write("exit", worker=rank, exit_code=exit_code, died=died)
+        return had_joined
+
+    def save(self) -> Path | None:
+        """Write a snapshot to the run folder, and remove all but the newest few; None if there is no center yet."""
+        with self._saving:
+            begin = time.perf_counter()
+            path = _write(self.segment, self.folder, self.lineage, self._restored.count)
+            if path is not None:
+                prune(self.folder.center, self._keep)
+                self.events.write("snapshot", name=path.name, duration=time.perf_counter() - begin)
+            return path
+
+    def begin_with(self, path: Path) -> None:
+        """Make named arrays of a safetensors or HDF5 file that somebody has brought."""
+        for name, value in read_arrays(path).items():
+            entry = Entry(name, value.shape, str(value.dtype))
+            center, _ = Shared.open_or_create(self.segment, array_file(name), Brought(entry, value), rank=-1)
+            center.close()
+
+    def abandon(self) -> None:
+        """Undo the beginning of a run that cannot go on; what was there before stays."""
+        self.events.close()
+        if self._is_adopted:
+            self.segment.close()
+            return
+        self.segment.remove()
+        if self._restored.count == 0:
+            self.folder.discard()
+
+    def close(self, exit_code: int) -> list[Path]:
+        """Save the center, remove the shared memory, and write down how the run ended; gives the files.
+
+        If the center cannot be saved (OSError), it stays in memory, and a later run saves it.
+        """
+        try:
+            path = self.save()
+            self.segment.remove()
+        finally:
+            self.segment.close()
+            self.events.write("end", exit_code=exit_code)
+            self.events.close()
+            with suppress(OSError):
+                self.folder.describe(ended=time.time(), exit_code=exit_code)
+        return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
+
+
+def _chosen(
+    folder: Folder, lineage: str, number: int | None, *, falls_back: bool, news: list[str]
+) -> tuple[Path, Manifest]:
+    if number is not None:
+        path = folder.center / f"snapshot-{number:06d}"
+        return path, check_snapshot(path, lineage)
+    path, manifest, reasons = newest_snapshot(folder.center, lineage)
+    if reasons and not falls_back:
+        raise InvalidArgument(
+            f"the newest snapshot of {folder.path} cannot be used: {' '.join(reasons)} The next older one that is "
+            f"whole is {path.name}, of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.saved))}. "
+            f"Add --snapshot {manifest.number} to begin from it."
+        )
+    news += [f"a snapshot was passed over: {reason}" for reason in reasons]
+    return path, manifest
+
+
+def _write(segment: Segment, folder: Folder, lineage: str, restored: int) -> Path | None:
+    return write_snapshot(segment, folder.center, lineage=lineage, restored=restored, versions=_versions())
+
+
+def _salvage(segment: Segment, run: Path) -> None:
+    """Save what a host that was killed has left in memory."""
+    folder = Folder(run)
+    finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
+    _write(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path).count)
+    folder.describe(exit_code=None, ended="its host was killed; the center was saved by a later run")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("maniple", "numpy", "torch", "numba"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,65 @@
+"""Membership: which workers came over the network, and whether they are alive, as the host's server sees them."""
+
+import threading
+
+from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
+from maniple.errors import InvalidArgument
+from maniple.record import Events
+from maniple.wire import Stream
+
+
+class Membership:
+    """The remote workers of a run. Ranks below `reserved` belong to the workers that the launcher starts."""
+
+    def __init__(self, segment: Segment, events: Events, reserved: int) -> None:
+        self._segment, self._events, self._reserved = segment, events, reserved
+        self._lock = threading.Lock()
+        self._ranks: dict[str, int] = {}
+        self._speakers: dict[str, Stream] = {}  # the newest control connection of each
+
+    @property
+    def live(self) -> int:
+        """p, the workers alive now."""
+        return self._segment.live
+
+    def rank(self, worker: str) -> int:
+        """The rank of a worker; -1 before it has joined."""
+        return self._ranks.get(worker, -1)
+
+    def join(self, worker: str, stream: Stream, *, node: str, pid: int, before: int) -> int:
+        """A worker has come, or come back with the rank it had `before`; gives its rank."""
+        with self._lock:
+            rank = self._ranks.get(worker, before)
+            if not 0 <= rank < MAX_WORKERS:
+                rank = self._free()
+            is_back = before >= 0
+            self._ranks[worker] = rank
+            self._speakers[worker] = stream
+            self._segment.mark(rank, LIVE)
+        self._events.write("returned" if is_back else "joined", worker=rank, node=node, pid=pid, live=self.live)
+        return rank
+
+    def leave(self, worker: str) -> None:
+        """A worker has said goodbye."""
+        with self._lock:
+            self._speakers.pop(worker, None)
+            rank = self._ranks.pop(worker, -1)
+            if rank >= 0:
+                self._segment.mark(rank, LEFT)
+        self._events.write("left", worker=rank, live=self.live)
+
+    def lose(self, worker: str, stream: Stream, reason: str) -> None:
+        """A control connection has ended without a goodbye; it counts if the worker has made no newer one."""
+        with self._lock:
+            if self._speakers.get(worker) is not stream:
+                return
+            del self._speakers[worker]
+            rank = self._ranks[worker]
+            self._segment.mark(rank, DEAD)
+        self._events.write("lost", worker=rank, reason=reason, live=self.live)
+
+    def _free(self) -> int:
+        for rank in range(self._reserved, MAX_WORKERS):
+            if self._segment.state(rank) == NEVER:
+                return rank
+        raise InvalidArgument(f"the run has had {MAX_WORKERS} workers, and no more can join it.")

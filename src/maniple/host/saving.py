@@ -1,0 +1,59 @@
+"""Saving on request: a worker asks the host to write all values to a file of the run folder."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from maniple.center.segment import Segment
+from maniple.center.shared import Shared
+from maniple.center.tensors import HDF5, write_hdf5, write_tensors
+from maniple.contracts import Array, Entry
+from maniple.errors import InvalidArgument
+from maniple.record import Folder
+
+
+def save_as(segment: Segment, folder: Folder, name: str) -> str:
+    """Write all named arrays and centers to `center/NAME`, while training goes on; gives the file's path."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.name or path.suffix not in (".safetensors", *HDF5):
+        raise InvalidArgument(
+            f"save({name!r}) cannot be written. Give a name inside the run's `center` folder, without `..`, that ends "
+            "with .safetensors or .h5."
+        )
+    target = folder.center / path
+    if target.parent.is_symlink() or target.is_symlink() or any(p.name.startswith("snapshot-") for p in path.parents):
+        raise InvalidArgument(f"save({name!r}) would change a snapshot. Choose another name.")
+    opened = [center for p in segment.centers() if (center := Shared.open(segment, p)) is not None]
+    try:
+        parameters = [(center, i) for center in opened for i in range(len(center.layout.entries))]
+        entries = [_named(center, i) for center, i in parameters]
+        if len({entry.name for entry in entries}) < len(entries):  # two models with the same names
+            entries = [
+                Entry(f"{center.name}.{entry.name}", entry.shape, entry.dtype)
+                for (center, _), entry in zip(parameters, entries, strict=True)
+            ]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+
+        def read(k: int) -> Array:
+            center, i = parameters[k]
+            return center.read(i)
+
+        try:
+            if target.suffix in HDF5:
+                write_hdf5(beside, entries, read)
+            else:
+                write_tensors(beside, entries, [center.layout.places[i][0] for center, i in parameters], read)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    finally:
+        for center in opened:
+            center.close()
+    return str(target)
+
+
+def _named(center: Shared, i: int) -> Entry:
+    entry = center.layout.entries[i]
+    return Entry(entry.name, entry.shape, str(np.dtype(center.layout.places[i][0])))

@@ -1,0 +1,214 @@
+"""The server: the host's network side, in a process of its own, one thread per connection.
+
+It holds no state that the segment and the run folder do not hold: if it is killed, its successor takes the
+listening sockets over from the launcher, finishes what was begun, and goes on.
+
+    python -m maniple.host.server FD...        listening sockets, inherited; the rest by environment variables
+"""
+
+import contextlib
+import resource
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+from maniple.center.locks import ByteLocks
+from maniple.center.segment import Segment
+from maniple.center.serving import Left, Serving, Turns
+from maniple.center.shared import Shared
+from maniple.center.stage import finish_all
+from maniple.errors import BadFrame, InvalidArgument, ManipleError
+from maniple.host.membership import Membership
+from maniple.host.restored import Restored
+from maniple.host.saving import save_as
+from maniple.place import Place, find
+from maniple.record import Events, Folder
+from maniple.rules import warm_up
+from maniple.wire import Stream
+from maniple.wire.messages import Beat, Beaten, Join, Joined, Proof, Refusal, Welcome
+from maniple.wire.proof import HALF_OPEN_S, admit
+from maniple.wire.stream import prepare
+from maniple.wire.tls import host_context
+
+SILENCE_S = 10.0  # a worker that has not beaten for so long counts as dead until it does
+_MAX_CONNECTIONS = 4096
+_MAX_HALF_OPEN = 64
+_MAX_ROWS_BYTES = 8 << 20
+_GOODBYE_S = 2.0  # two beats
+
+
+class Server:
+    """All connections of one host."""
+
+    def __init__(self, place: Place, token: str, tls: ssl.SSLContext | None) -> None:
+        assert place.segment is not None and place.run is not None
+        self._place, self._token, self._tls = place, token, tls
+        self._segment = Segment(place.segment)
+        self._folder = Folder(place.run)
+        self._events = Events(self._folder.events("server"))
+        self._lineage = place.segment.name.rpartition("-")[2]
+        self._restored = Restored.read(place.segment)
+        self._members = Membership(self._segment, self._events, place.world)
+        self._turns = Turns()
+        self._lock = threading.Lock()
+        self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
+        self._connections = 0
+        self._controls = 0
+        self._over = threading.Event()  # the run has ended: the workers are told, then this process ends
+
+    def run(self, listeners: list[socket.socket]) -> None:
+        """Accept connections for ever. What a killed predecessor had begun is finished first."""
+        guard = ByteLocks(self._segment.path / "server")
+        with guard.hold(0, timeout_s=10, what="the end of another server of this run"):
+            finished = finish_all(
+                self._segment.path, lambda name: Shared.open(self._segment, self._segment.path / name)
+            )
+            warm_up(["float32", "float64"])
+            self._events.write("serving", finished=finished, restored=self._restored.count)
+            threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in listeners]
+            for thread in threads:
+                thread.start()
+            self._over.wait()
+            deadline = time.monotonic() + _GOODBYE_S
+            while self._controls and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def end(self, *_: Any) -> None:
+        """Tell the workers that the run has ended, each at its next beat, and end."""
+        self._over.set()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                link, _ = listener.accept()
+            except OSError:  # out of descriptors, say: those who wait are served when some are free again
+                threading.Event().wait(0.05)
+                continue
+            with self._lock:
+                if self._connections >= _MAX_CONNECTIONS:
+                    link.close()
+                    continue
+                self._connections += 1
+                self._half_open[link.fileno()] = link
+                # A crowd of silent strangers must not keep workers out: the oldest of them makes room.
+                if len(self._half_open) > _MAX_HALF_OPEN:
+                    _, oldest = self._half_open.popitem(last=False)
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._attend, args=(link,), daemon=True).start()
+
+    def _attend(self, link: socket.socket) -> None:
+        number = link.fileno()
+        try:
+            stream = Stream(prepare(link, self._tls, is_host=True, timeout_s=HALF_OPEN_S))
+            proof = admit(stream, self._token, self._welcome)
+            with self._lock:
+                self._half_open.pop(number, None)
+            try:
+                self._talk(stream, proof)
+            except ManipleError:
+                stream.linger()
+                raise
+        except (OSError, ManipleError):
+            pass  # of no account: strangers, cut connections, workers that end; members are noted in `_control`
+        finally:
+            with self._lock:
+                self._connections -= 1
+                if self._half_open.get(number) is link:
+                    del self._half_open[number]
+            link.close()
+
+    def _talk(self, stream: Stream, proof: Proof) -> None:
+        if not (proof.worker.isalnum() and proof.worker.isascii() and len(proof.worker) <= 32):
+            raise BadFrame(f"{proof.worker!r} cannot name a worker.")
+        if proof.role == "control":
+            self._control(stream, proof.worker)
+            return
+        stream.set_timeout(1e9)  # between exchanges a worker is silent; the kernel notices when it is gone
+        turn = self._turns.take(proof.worker, stream)
+        serving = Serving(
+            turn,
+            self._segment,
+            proof.worker,
+            rank=lambda: self._members.rank(proof.worker),
+            included=self._restored.has,
+            save=lambda path: save_as(self._segment, self._folder, path),
+        )
+        try:
+            serving.serve()
+        except Left:
+            self._turns.forget(proof.worker, self._segment)
+            raise
+
+    def _control(self, stream: Stream, worker: str) -> None:
+        stream.set_timeout(SILENCE_S)
+        join = stream.receive_message()
+        if not isinstance(join, Join):
+            raise BadFrame("a worker that does not join was not expected.")
+        rank = self._members.join(worker, stream, node=join.node, pid=join.pid, before=join.rank)
+        place = self._place
+        with self._lock:
+            self._controls += 1
+        try:
+            stream.send(
+                Joined(
+                    rank,
+                    max(place.world, rank + 1),
+                    self._members.live,
+                    place.seed,
+                    place.rule or "",
+                    place.pace or "",
+                    place.wire or "",
+                    place.host_deadline_s,
+                )
+            )
+            with self._folder.events(rank).open("ab", buffering=0) as rows:
+                while True:
+                    beat, size = stream.receive()
+                    if not isinstance(beat, Beat):
+                        raise BadFrame("a worker's beat was expected.")
+                    new = stream.receive_bytes(size, at_most=_MAX_ROWS_BYTES)
+                    if new:
+                        rows.write(new)
+                    if beat.is_last:
+                        self._members.leave(worker)
+                        self._turns.forget(worker, self._segment)
+                    if self._over.is_set():
+                        stream.send(Refusal("RunOver", "the run has ended"))
+                        return
+                    stream.send(Beaten(self._members.live))
+                    if beat.is_last:
+                        return
+        except (OSError, ManipleError) as error:
+            self._members.lose(worker, stream, str(error))
+            raise
+        finally:
+            with self._lock:
+                self._controls -= 1
+
+    def _welcome(self, mac: bytes) -> Welcome:
+        return Welcome(mac, self._lineage, self._restored.count, self._restored.saved)
+
+
+def main() -> None:
+    """Serve until killed or told to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the launcher decides
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    place = find()
+    if not place.token:
+        raise InvalidArgument("the server has no token. It is started by `maniple serve` and `maniple run --listen`.")
+    tls = host_context(place.certificate, place.key) if place.certificate and place.key else None
+    listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    server = Server(place, place.token, tls)
+    signal.signal(signal.SIGTERM, server.end)
+    server.run(listeners)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A process that the launcher has started, on this machine: it and what it starts end with the launcher."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from maniple.launch import start
+
+
+class Child:
+    """One process at a time, over all its restarts."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1  # readable once the process has ended; -1 while there is none
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """It has been started and not collected yet."""
+        return self._process is not None
+
+    def spawn(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        cores: str = "",
+        descriptors: Sequence[int] = (),
+    ) -> int:
+        """Start `command`; gives its process id."""
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own: it and its children are ended together
+                pass_fds=descriptors,
+            )
+        self.descriptor = os.pidfd_open(self._process.pid)
+        return self._process.pid
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait at most so long for its end, and leave it to be collected."""
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def collect(self) -> int:
+        """Reap a process that has ended, end what it has started, and give its exit code."""
+        assert self._process is not None
+        self.signal(signal.SIGKILL)  # its group; before the reaping, while the number still is its own
+        exit_code = self._process.wait()
+        os.close(self.descriptor)
+        self._process, self.descriptor = None, -1
+        return exit_code
+
+    def signal(self, number: int) -> None:
+        """Send SIGKILL to the whole group, anything else to the process alone."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(self._process.pid, number)
+                else:
+                    os.kill(self._process.pid, number)

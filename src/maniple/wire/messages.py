@@ -1,0 +1,237 @@
+"""The messages: all that one side can say to the other. `docs/protocol.md` tells them as a conversation.
+
+every connection    Hello, Proof, Welcome; Refusal at any time
+data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask, Told; Take, Put; Find; Names, Listing;
+                    Save, Saved; Bye
+control             Join, Joined, Beat, Beaten
+"""
+
+import msgspec
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Hello(_Said, frozen=True, tag=1):
+    """Host: prove that you know the token, by this nonce."""
+
+    nonce: bytes
+
+
+class Proof(_Said, frozen=True, tag=2):
+    """Worker: here is my proof; now prove yourself by mine. I am `worker`, and this connection is for `role`."""
+
+    nonce: bytes
+    mac: bytes
+    role: str
+    worker: str
+
+
+class Welcome(_Said, frozen=True, tag=3):
+    """Host: and here is mine. The center's lineage is this; it began again from a snapshot so many times."""
+
+    mac: bytes
+    lineage: str
+    restored: int
+    restored_from: float  # the snapshot's time, or 0
+
+
+class Refusal(_Said, frozen=True, tag=4):
+    """Either: no, for this reason. `kind` names the error to raise."""
+
+    kind: str
+    reason: str
+
+
+class Open(_Said, frozen=True, tag=10):
+    """Worker: I share the parameters in the payload's table under this name; `note` tells their rule."""
+
+    center: str
+    note: str
+
+
+class Create(_Said, frozen=True, tag=11):
+    """Host: nobody has made it yet. Send your values, they become the center."""
+
+
+class Busy(_Said, frozen=True, tag=12):
+    """Host: somebody else is making it. Ask again soon."""
+
+
+class Opened(_Said, frozen=True, tag=13):
+    """Host: it is there, and these are its versions; the table in the payload is the center's own."""
+
+    created: bool
+    live: int
+
+
+class Value(_Said, frozen=True, tag=14):
+    """Either: parameter `i` has the value in the payload."""
+
+    i: int
+    version: int = 0
+    is_torn: bool = False
+
+
+class Pull(_Said, frozen=True, tag=15):
+    """Worker: tell me the value of parameter `i`."""
+
+    center: str
+    i: int
+    codec: str = "float32"
+
+
+class Offer(_Said, frozen=True, tag=16):
+    """Worker: apply `act` with weights `a` and `b` to my value, the payload, and to parameter `i`.
+
+    It is item `item` of my exchange `sequence`; I last saw version `seen` of the parameter.
+    """
+
+    center: str
+    i: int
+    sequence: int
+    item: int
+    act: str
+    a: float | int
+    b: float | int
+    codec: str
+    seen: int
+    answer: str  # "value", "move" or "none"
+
+
+class Answer(_Said, frozen=True, tag=17):
+    """Host: item `item` is applied; what the replica becomes is in the payload."""
+
+    item: int
+    version: int
+    staleness: int
+    live: int
+    is_clean: bool
+    is_torn: bool
+    is_done: bool  # False if a swap found the parameter changed: nothing was applied
+
+
+class Ask(_Said, frozen=True, tag=18):
+    """Worker: the connection broke. Which of these items of exchange `sequence`, from `first` on, were applied?"""
+
+    sequence: int
+    first: int
+    items: list[tuple[str, int]]
+
+
+class Told(_Said, frozen=True, tag=19):
+    """Host: these."""
+
+    applied: list[bool]
+
+
+class Take(_Said, frozen=True, tag=20):
+    """Worker: tell me the elements of array `center` whose flat positions are in the payload."""
+
+    center: str
+    count: int
+
+
+class Put(_Said, frozen=True, tag=21):
+    """Worker: weigh my values into those elements; the payload holds `count` positions, then `count` values."""
+
+    center: str
+    count: int
+    sequence: int
+    alpha: float | int
+    beta: float | int
+
+
+class Find(_Said, frozen=True, tag=22):
+    """Worker: what is array `center`? (The answer is Opened with its table, or a Refusal.)"""
+
+    center: str
+
+
+class Names(_Said, frozen=True, tag=23):
+    """Worker: which arrays are there?"""
+
+
+class Listing(_Said, frozen=True, tag=24):
+    """Host: the names in the payload, as JSON."""
+
+
+class Save(_Said, frozen=True, tag=25):
+    """Worker: write all values to this file in the run's folder."""
+
+    path: str
+
+
+class Saved(_Said, frozen=True, tag=26):
+    """Host: done; this is its path on my machine."""
+
+    path: str
+
+
+class Bye(_Said, frozen=True, tag=27):
+    """Worker: I leave, and shall not ask again what was applied."""
+
+
+class Join(_Said, frozen=True, tag=40):
+    """Worker: I am here, on this node; I was rank `rank` before, or -1."""
+
+    node: str
+    pid: int
+    rank: int
+    restarts: int
+
+
+class Joined(_Said, frozen=True, tag=41):
+    """Host: then you are rank `rank`; these settings are the run's."""
+
+    rank: int
+    world: int
+    live: int
+    seed: int
+    rule: str
+    pace: str
+    wire: str
+    host_deadline_s: float
+
+
+class Beat(_Said, frozen=True, tag=42):
+    """Worker: I am alive; my new rows are in the payload."""
+
+    is_last: bool = False
+
+
+class Beaten(_Said, frozen=True, tag=43):
+    """Host: so am I; so many workers are alive."""
+
+    live: int
+
+
+Message = (
+    Hello
+    | Proof
+    | Welcome
+    | Refusal
+    | Open
+    | Create
+    | Busy
+    | Opened
+    | Value
+    | Pull
+    | Offer
+    | Answer
+    | Ask
+    | Told
+    | Take
+    | Put
+    | Find
+    | Names
+    | Listing
+    | Save
+    | Saved
+    | Bye
+    | Join
+    | Joined
+    | Beat
+    | Beaten
+)

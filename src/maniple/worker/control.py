@@ -1,0 +1,115 @@
+"""The control connection: says once a second that this worker is alive, carries its rows, and hears how many live.
+
+It has a thread and a connection of its own, so that values under way never delay it, and it alone makes new
+tries when the host is gone: training never waits for them.
+"""
+
+import threading
+import time
+from collections import deque
+
+from maniple.center import Door, Link
+from maniple.center.link import checked
+from maniple.errors import BadFrame, ManipleError
+from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
+
+BEAT_S = 1.0
+_MOST_ROWS = 100_000  # kept while the host is away
+_ROWS_PER_BEAT = 4000
+_GOODBYE_S = 10.0
+
+
+class Control:
+    """This worker's membership in a run whose host is elsewhere."""
+
+    def __init__(self, door: Door, *, node: str, pid: int, restarts: int, deadline_s: float) -> None:
+        self.live = 1
+        self.is_over = False  # the host has ended the run
+        self.dropped_rows = 0
+        self._who = (node, pid, restarts)
+        self._link = Link(door, "control")
+        self._rows: deque[bytes] = deque()
+        self._away_since: float | None = None
+        self._wake = threading.Event()
+        self._is_leaving = False
+        self._link.wait(time.monotonic() + deadline_s)
+        self.joined = self._join(-1)
+        self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def lineage(self) -> str:
+        """The lineage of the host's center."""
+        assert self._link.lineage is not None
+        return self._link.lineage
+
+    @property
+    def is_connected(self) -> bool:
+        """The host has answered the last beat."""
+        return self._away_since is None
+
+    @property
+    def away_s(self) -> float:
+        """For how long the host has been away; 0 while it is there."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def reason(self) -> str:
+        """Why the host is away."""
+        return self._link.reason
+
+    def write(self, row: bytes) -> None:
+        """Send a row with the next beat."""
+        if len(self._rows) >= _MOST_ROWS:
+            self._rows.popleft()
+            self.dropped_rows += 1
+        self._rows.append(row)
+
+    def leave(self) -> None:
+        """Send the last rows and say goodbye; a host that is away is not waited for."""
+        self._is_leaving = True
+        self._wake.set()
+        self._thread.join(_GOODBYE_S)
+
+    def _join(self, rank: int) -> Joined:
+        node, pid, restarts = self._who
+        answer = self._link.say(Join(node, pid, rank, restarts))
+        if not isinstance(answer, Joined):
+            raise BadFrame("the host was told of a new worker, and said something else.")
+        self.live = answer.live
+        return answer
+
+    def _beat_on(self) -> None:
+        while not self.is_over:
+            is_last = self._is_leaving
+            try:
+                if not self._link.is_connected:
+                    self._link.stream()
+                    self._join(self.joined.rank)
+                while len(self._rows) > _ROWS_PER_BEAT or (is_last and len(self._rows)):
+                    self._beat()
+                self._beat(is_last=is_last)
+                self._away_since = None
+            except (OSError, ManipleError) as error:
+                self._link.drop(str(error))
+                self._away_since = self._away_since or time.monotonic()
+            if is_last:
+                break
+            self._wake.wait(BEAT_S if self.is_connected else 0.05)
+        self._link.drop("this worker has left")
+
+    def _beat(self, *, is_last: bool = False) -> None:
+        rows = [self._rows[k] for k in range(min(len(self._rows), _ROWS_PER_BEAT))]
+        stream = self._link.stream()
+        stream.send(Beat(is_last), b"".join(rows))
+        answer = stream.receive_message()
+        if isinstance(answer, Refusal) and answer.kind == "RunOver":
+            self.is_over = True
+            return
+        checked(answer)
+        if not isinstance(answer, Beaten):
+            raise BadFrame("the host's beat was expected.")
+        self.live = answer.live
+        for _ in rows:
+            self._rows.popleft()

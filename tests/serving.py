@@ -1,0 +1,37 @@
+"""A host's server on threads of the test's own process, and doors to it."""
+
+import threading
+from pathlib import Path
+
+from maniple.center import Door, Segment
+from maniple.host.server import Server
+from maniple.place import Place
+from maniple.wire import Address
+
+TOKEN = "token of a test"
+
+
+class Serving:
+    """A segment in `root` and a server for it, on loopback."""
+
+    def __init__(self, root: Path, *, unix: bool = False, tls=None) -> None:
+        self.run = root / "run"
+        for part in ("events", "center", "logs"):
+            (self.run / part).mkdir(parents=True)
+        self.segment = Segment.create(root, "0123456789abcdef", self.run)
+        address = Address(path=str(root / "socket")) if unix else Address()
+        self._listener = address.listen()
+        self.address = address if unix else Address(port=self._listener.getsockname()[1])
+        self.server = Server(Place(segment=self.segment.path, run=self.run, world=0), TOKEN, tls)
+        self._thread = threading.Thread(target=self.server.run, args=([self._listener],), daemon=True)
+        self._thread.start()
+
+    def door(self, token: str = TOKEN, **rest) -> Door:
+        """A door for one more worker."""
+        return Door(self.address, token, **rest)
+
+    def close(self) -> None:
+        self.server.end()
+        self._thread.join(5)
+        self._listener.close()
+        self.segment.remove()
