@@ -3,7 +3,8 @@
 import threading
 from pathlib import Path
 
-from maniple.center import Door, Segment
+from maniple.center import Segment
+from maniple.center.link import Door
 from maniple.host.server import Server
 from maniple.place import Place
 from maniple.wire import Address

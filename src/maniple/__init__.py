@@ -13,11 +13,15 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     errors
 """
 
-from maniple.client import Client
+from typing import TYPE_CHECKING, Any
+
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
 from maniple.rules import ASGD, EASGD, Downpour, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
+
+if TYPE_CHECKING:
+    from maniple.client import Client
 
 __version__ = "0.1.0"
 
@@ -35,3 +39,11 @@ __all__ = [
     "Worker",
     "join",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Client":  # imported at its first use, so that `import maniple` stays light
+        from maniple.client import Client
+
+        return Client
+    raise AttributeError(f"module 'maniple' has no attribute {name!r}")

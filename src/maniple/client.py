@@ -16,16 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from maniple.center.arrays import Brought
+from maniple.center.arrays import ARRAY, Brought
 from maniple.center.link import Door, Link, checked
 from maniple.center.remote import Remote
-from maniple.center.serving import ARRAY
 from maniple.center.tcp import insist
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError
 from maniple.layout import Layout
 from maniple.place import find
-from maniple.wire import Address
 from maniple.wire.messages import (
     Answer,
     Ask,
@@ -43,7 +41,6 @@ from maniple.wire.messages import (
     Told,
     Value,
 )
-from maniple.wire.tls import worker_context
 
 T = TypeVar("T")
 _MAX_LIST_BYTES = 64 << 20
@@ -65,13 +62,7 @@ class Client:
                 "no host to connect to: no address was given, and MANIPLE_ADDRESS is not set. Start one with "
                 "`maniple serve`, or add --listen 127.0.0.1:0 to `maniple run`, and pass its HOST:PORT."
             )
-        if not place.token:
-            raise InvalidArgument(
-                f"no token for the host at {place.address}. Set MANIPLE_TOKEN_FILE to a copy of the file `token` in "
-                "the run folder, or MANIPLE_TOKEN to what it says."
-            )
-        tls = None if place.certificate is None else worker_context(place.certificate)
-        self._link = Link(Door(Address.parse(place.address), place.token, tls), "data")
+        self._link = Link(Door.of(place), "data")
         self._timeout_s = timeout_s
         self._layouts: dict[str, Layout] = {}
         insist(self._link, lambda: None, timeout_s)

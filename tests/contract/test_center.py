@@ -10,7 +10,9 @@ import pytest
 
 from maniple import ASGD, EASGD, Downpour, Rule
 from maniple.adapters import adapt
-from maniple.center import Link, Segment, Shared, Tcp
+from maniple.center import Segment, Shared
+from maniple.center.link import Link
+from maniple.center.tcp import Tcp
 from maniple.contracts import Center, Moment, Outcome
 from maniple.errors import InvalidArgument, LayoutMismatch
 from maniple.layout import Layout

@@ -121,3 +121,71 @@ def run(start: Callable[..., Run]) -> Callable[..., Run]:
         return going
 
     return run
+
+
+class Serve(Run):
+    """One call of `maniple serve`, and the workers that join it."""
+
+    def __init__(self, folder: Path, name: str, command: list[str], env: dict[str, str]) -> None:
+        super().__init__(folder, name, command, env)
+        self.workers: list[subprocess.Popen[str]] = []
+        self._here = folder
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, once it listens."""
+        path = self.folder / "host.json"
+        return await_(lambda: path.exists() and json.loads(path.read_text()))["address"]
+
+    @property
+    def token(self) -> Path:
+        return self.folder / "token"
+
+    @property
+    def server_pid(self) -> int:
+        """The newest server process."""
+        return self.await_event("host", "server")[-1]["pid"]
+
+    def join(
+        self, script: str, *args: str, via: str | None = None, options: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
+        """One more worker, by HOST:PORT; `via` is another address, of a proxy say."""
+        address = via or self.address
+        path = self._here / f"worker{len(self.workers)}.py"
+        path.write_text(textwrap.dedent(script))
+        command = [str(MANIPLE), "join", "--token-file", str(self.token), *options, address, path.name, *args]
+        worker = subprocess.Popen(command, cwd=self._here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.workers.append(worker)
+        return worker
+
+    def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let a `maniple.Client()` of the test find it."""
+        monkeypatch.setenv("MANIPLE_ADDRESS", self.address)
+        monkeypatch.setenv("MANIPLE_TOKEN_FILE", str(self.token))
+
+    def end(self, timeout_s: float = 30) -> int:
+        """End it as a person would; its exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    """Start `maniple serve`; a second one may resume the run of the first by its name."""
+    served: list[Serve] = []
+
+    def serve(*options: str, name: str | None = None) -> Serve:
+        is_new = name is None
+        name = name or f"serve{len(served)}"
+        command = [str(MANIPLE), "serve", *(["--name", name] if is_new else ["--resume", f"runs/{name}"]), *options]
+        served.append(Serve(tmp_path, name, command, {}))
+        return served[-1]
+
+    yield serve
+    for host in served:
+        for worker in host.workers:
+            if worker.poll() is None:
+                worker.kill()
+            worker.communicate(timeout=20)
+        if host.process.poll() is None:
+            host.end()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from maniple.rules import blocks
-from maniple.rules.kernels import kernels, warm_up
+from maniple.rules.kernels import _fastest, kernels, warm_up
 from tests.unit.engines import engine
 
 BLOCK = blocks.BLOCK
@@ -241,4 +241,9 @@ def test_compiled_kernels_are_used_where_numba_is_installed(fused):
 
 def test_numpy_kernels_are_used_without_numba(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert kernels.__wrapped__() is blocks
+    assert _fastest.__wrapped__() is blocks
+
+
+def test_other_threads_compute_with_the_numpy_kernels_while_the_compiled_ones_are_loading(fused, monkeypatch):
+    monkeypatch.setattr("maniple.rules.kernels._is_loading", True)
+    assert kernels() is blocks

@@ -7,16 +7,20 @@ workers of a host that returns do not all come at once.
 
 import random
 import secrets
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from maniple.errors import BadFrame, HostAway, NotAdmitted, raise_remote
+from maniple.errors import BadFrame, HostAway, InvalidArgument, NotAdmitted, raise_remote
+from maniple.place import Place
 from maniple.wire import Address, Stream, connect
 from maniple.wire.messages import Message, Refusal, Welcome
 from maniple.wire.proof import introduce
 from maniple.wire.stream import TIMEOUT_S
+
+if TYPE_CHECKING:
+    import ssl
 
 _CONNECT_S = 3.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -28,8 +32,24 @@ class Door:
 
     address: Address
     token: str
-    tls: ssl.SSLContext | None = None
+    tls: "ssl.SSLContext | None" = None
     worker: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def of(cls, place: Place) -> "Door":
+        """The door that the environment tells of."""
+        assert place.address is not None
+        if not place.token:
+            raise InvalidArgument(
+                f"no token for the host at {place.address}. Set MANIPLE_TOKEN_FILE to a copy of the file `token` in "
+                "the run folder, or MANIPLE_TOKEN to what it says."
+            )
+        tls = None
+        if place.certificate is not None:
+            from maniple.wire.tls import worker_context
+
+            tls = worker_context(place.certificate)
+        return cls(Address.parse(place.address), place.token, tls)
 
 
 class Link:

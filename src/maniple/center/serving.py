@@ -1,7 +1,6 @@
 """The host's half of the center over TCP: one thread serves one worker's connection, request by request."""
 
 import contextlib
-import hashlib
 import json
 import re
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maniple.center.acts import ACTS
+from maniple.center.arrays import ARRAY, array_file
 from maniple.center.segment import Segment
 from maniple.center.shared import Shared
 from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
@@ -42,7 +42,6 @@ from maniple.wire.messages import (
     Value,
 )
 
-ARRAY = "array:"  # before the name of an array that stands alone
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_OPEN = 32  # centers that one connection keeps open
 _CENTER = re.compile(r"center-\d{1,4}")
@@ -354,11 +353,6 @@ class _Sender:
 
     def commit(self, i: int) -> None:
         del i
-
-
-def array_file(name: str) -> str:
-    """The file of a named array, whose name may hold anything."""
-    return "array-" + hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
 def _file(name: str) -> str:

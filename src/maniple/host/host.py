@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from maniple.center import Segment, sweep
-from maniple.center.arrays import Brought
+from maniple.center.arrays import Brought, array_file
 from maniple.center.segment import DEAD, LIVE, NEVER
-from maniple.center.serving import array_file
 from maniple.center.shared import Shared
 from maniple.center.snapshot import (
     Manifest,

@@ -17,6 +17,24 @@ class Membership:
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
 
+    def await_returns(self, timeout_s: float) -> None:
+        """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
+        expected = [rank for rank in range(self._reserved, MAX_WORKERS) if self._segment.state(rank) == LIVE]
+
+        def look() -> None:
+            with self._lock:
+                known = self._ranks.values()
+                gone = [rank for rank in expected if rank not in known and self._segment.state(rank) == LIVE]
+                for rank in gone:
+                    self._segment.mark(rank, DEAD)
+            for rank in gone:
+                self._events.write("lost", worker=rank, reason="it did not return to a new server", live=self.live)
+
+        if expected:
+            timer = threading.Timer(timeout_s, look)
+            timer.daemon = True
+            timer.start()
+
     @property
     def live(self) -> int:
         """p, the workers alive now."""

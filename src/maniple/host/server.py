@@ -68,11 +68,12 @@ class Server:
             finished = finish_all(
                 self._segment.path, lambda name: Shared.open(self._segment, self._segment.path / name)
             )
-            warm_up(["float32", "float64"])
-            self._events.write("serving", finished=finished, restored=self._restored.count)
+            self._members.await_returns(SILENCE_S)
             threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in listeners]
             for thread in threads:
                 thread.start()
+            self._events.write("serving", finished=finished, restored=self._restored.count)
+            warm_up(["float32", "float64"])
             self._over.wait()
             deadline = time.monotonic() + _GOODBYE_S
             while self._controls and time.monotonic() < deadline:

@@ -24,9 +24,16 @@ class Kernels(Protocol):
     def difference(self, x: Array, c: Array, old: Array, scale: float) -> bool: ...
 
 
-@functools.cache
+_is_loading = False
+
+
 def kernels() -> Kernels:
-    """The fastest kernels that this installation has."""
+    """The fastest kernels that this installation has, and that are not being loaded yet."""
+    return cast(Kernels, blocks) if _is_loading else _fastest()
+
+
+@functools.cache
+def _fastest() -> Kernels:
     if importlib.util.find_spec("numba") is None:
         return cast(Kernels, blocks)
     try:
@@ -37,9 +44,17 @@ def kernels() -> Kernels:
 
 
 def warm_up(dtypes: list[str]) -> None:
-    """Compile or load the kernels for `dtypes` now, so that the first exchange is as fast as the rest."""
-    for dtype in dtypes:
-        x, c, old = (np.zeros(1, dtype) for _ in range(3))
-        kernels().elastic(x, c, 0.5, 0.5)
-        kernels().blend(x, c, 0.5, 0.5)
-        kernels().difference(x, c, old, 1.0)
+    """Compile or load the kernels for `dtypes` now, so that the first exchange is as fast as the rest.
+
+    Other threads compute with the slower twins meanwhile, whose results are the same to the bit.
+    """
+    global _is_loading  # noqa: PLW0603 - there is one set of kernels in a process
+    _is_loading = True
+    try:
+        for dtype in dtypes:
+            x, c, old = (np.zeros(1, dtype) for _ in range(3))
+            _fastest().elastic(x, c, 0.5, 0.5)
+            _fastest().blend(x, c, 0.5, 0.5)
+            _fastest().difference(x, c, old, 1.0)
+    finally:
+        _is_loading = False

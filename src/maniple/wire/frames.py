@@ -12,6 +12,7 @@ Nothing here runs code of the sender's choice: a header is one of the listed mes
 types, or the frame is refused.
 """
 
+import functools
 import struct
 
 import msgspec
@@ -25,7 +26,6 @@ HEAD = struct.Struct("<4sBBHQ")
 MAX_HEADER_BYTES = 0xFFFF
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message, payload_bytes: int) -> bytes:
@@ -54,6 +54,11 @@ def decode_head(head: bytes | memoryview, *, max_payload_bytes: int) -> tuple[in
 def decode_header(header: bytes | memoryview) -> Message:
     """The message in a header."""
     try:
-        return _decoder.decode(header)
+        return _decoder().decode(header)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"the header is no message of this protocol: {error}") from None
+
+
+@functools.cache
+def _decoder() -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(Message)  # made at the first use: it takes its time to learn all messages

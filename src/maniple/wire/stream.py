@@ -6,15 +6,17 @@ the connection.
 
 import contextlib
 import socket
-import ssl
 import struct
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maniple.errors import BadFrame
 from maniple.wire.address import Address
 from maniple.wire.frames import HEAD, MAX_HEADER_BYTES, decode_head, decode_header, encode
 from maniple.wire.messages import Message
+
+if TYPE_CHECKING:
+    import ssl  # takes its time, and few need it
 
 Buffer = Any  # bytes, or anything that lies in memory as they do: an array
 TIMEOUT_S = 30.0
@@ -143,7 +145,7 @@ class Stream:
             view = view[count:]
 
 
-def connect(address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Stream:
+def connect(address: Address, *, timeout_s: float, tls: "ssl.SSLContext | None" = None) -> Stream:
     """A stream to `address`, or OSError within `timeout_s`."""
     link = address.connect(timeout_s)
     try:
@@ -153,7 +155,9 @@ def connect(address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = 
         raise
 
 
-def prepare(link: socket.socket, tls: ssl.SSLContext | None = None, *, is_host: bool = False, timeout_s: float) -> Pipe:
+def prepare(
+    link: socket.socket, tls: "ssl.SSLContext | None" = None, *, is_host: bool = False, timeout_s: float
+) -> Pipe:
     """Set a fresh connection up: no delays, large buffers, a dead peer noticed, encryption if asked for."""
     link.settimeout(timeout_s)
     if link.family != socket.AF_UNIX:

@@ -8,8 +8,7 @@ import threading
 import time
 from collections import deque
 
-from maniple.center import Door, Link
-from maniple.center.link import checked
+from maniple.center.link import Door, Link, checked
 from maniple.errors import BadFrame, ManipleError
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
 
@@ -31,7 +30,7 @@ class Control:
         self._rows: deque[bytes] = deque()
         self._away_since: float | None = None
         self._wake = threading.Event()
-        self._is_leaving = False
+        self._leave_by = 0.0  # not yet
         self._link.wait(time.monotonic() + deadline_s)
         self.joined = self._join(-1)
         self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
@@ -67,10 +66,10 @@ class Control:
         self._rows.append(row)
 
     def leave(self) -> None:
-        """Send the last rows and say goodbye; a host that is away is not waited for."""
-        self._is_leaving = True
+        """Send the last rows and say goodbye; a host that is away is waited for a little."""
+        self._leave_by = time.monotonic() + _GOODBYE_S
         self._wake.set()
-        self._thread.join(_GOODBYE_S)
+        self._thread.join(2 * _GOODBYE_S)
 
     def _join(self, rank: int) -> Joined:
         node, pid, restarts = self._who
@@ -82,7 +81,7 @@ class Control:
 
     def _beat_on(self) -> None:
         while not self.is_over:
-            is_last = self._is_leaving
+            is_last = bool(self._leave_by)
             try:
                 if not self._link.is_connected:
                     self._link.stream()
@@ -94,6 +93,9 @@ class Control:
             except (OSError, ManipleError) as error:
                 self._link.drop(str(error))
                 self._away_since = self._away_since or time.monotonic()
+                if is_last and time.monotonic() < self._leave_by:
+                    time.sleep(0.05)
+                    continue
             if is_last:
                 break
             self._wake.wait(BEAT_S if self.is_connected else 0.05)

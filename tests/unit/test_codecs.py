@@ -1,0 +1,254 @@
+"""The codecs: how small values become, how much they lose by it, and that what is lost comes later."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from maniple.center.parcel import Parcels
+from maniple.contracts import Entry
+from maniple.errors import InvalidArgument
+from maniple.layout import Layout
+from maniple.wire import CODECS, codec
+from tests.unit.engines import engine
+
+NAMES = ["float32", "bfloat16", "float16", "int8"]
+SMALLER = NAMES[1:]
+LENGTHS = [0, 1, 255, 256, 257, 70_000]
+LARGEST = float(np.finfo(np.float32).max)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+VALUES = hnp.arrays(np.float32, st.integers(0, 600), elements=FINITE)
+LENGTHS_AND_DTYPES = [*((n, d) for n in LENGTHS for d in (np.float32, np.float64)), (7_000_001, np.float32)]
+
+
+def pack(name, values):
+    how = codec(name)
+    data = np.empty(how.size_bytes(values.size, values.itemsize), np.uint8)
+    how.pack(values, data)
+    return data
+
+
+def unpack(name, data, values):
+    got = np.full_like(values, 77)
+    codec(name).unpack(data, got)
+    return got
+
+
+def travel(name, values):
+    before = values.copy()
+    got = unpack(name, pack(name, values), values)
+    np.testing.assert_array_equal(values, before)  # packing has not changed them
+    return got
+
+
+def some(count, dtype=np.float32, seed=1):
+    return np.random.default_rng(seed).standard_normal(count).astype(dtype)
+
+
+def bound(name, values):
+    """How far each value may move. Of float16, in its range."""
+    size = np.abs(values.astype(np.float64))
+    if name == "float32":
+        return np.zeros(values.size)
+    if name == "bfloat16":
+        return size * 2**-8 + 2**-133  # where float32 itself is subnormal, half of bfloat16's last bit
+    if name == "float16":
+        return size * 2**-10 + 2**-25
+    groups = np.append(size, np.zeros(-size.size % 256)).reshape(-1, 256)
+    scale = np.repeat(groups.max(axis=1) / 127, 256)[: size.size]
+    return scale * (0.5 + 1e-4) + 127 * 2.0**-127  # scales below that have no inverse
+
+
+def test_there_are_four():
+    assert list(CODECS) == NAMES
+    with pytest.raises(InvalidArgument, match="wire='gzip' is no way to send values"):
+        codec("gzip")
+
+
+@pytest.mark.parametrize("count", [*LENGTHS, 10**9])
+def test_sizes_follow_their_formula(count):
+    groups = -(-count // 256)
+    sizes = {name: codec(name).size_bytes(count, 4) for name in NAMES}
+    assert sizes == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count, "int8": count + 4 * groups}
+    of_float64 = {name: codec(name).size_bytes(count, 8) for name in NAMES}
+    assert of_float64 == sizes | {"float32": 8 * count}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_arrive_within_their_bound(name, count, dtype):
+    values = some(count, dtype)
+    assert (np.abs(travel(name, values) - values.astype(np.float64)) <= bound(name, values)).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+@given(values=VALUES)
+def test_any_finite_values_arrive_within_their_bound(name, values):
+    got = travel(name, values)
+    assert np.isfinite(got).all()
+    assert (np.abs(got.astype(np.float64) - values) <= bound(name, values)).all()
+
+
+@given(values=VALUES)
+def test_float16_keeps_its_range_and_clips_the_rest(values):
+    clipped = np.clip(values, -65504, 65504)
+    assert (np.abs(travel("float16", values).astype(np.float64) - clipped) <= bound("float16", clipped)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_stay_zeros(name, count, dtype):
+    for zero in (0.0, -0.0):
+        assert (travel(name, np.full(count, zero, dtype)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_minus_zero_keeps_its_sign(name):
+    assert np.signbit(travel(name, np.float32([-0.0]))).all()
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_what_fits_exactly_arrives_exactly(name):
+    values = np.float32([-127, -64, -1, 0, 1, 2, 100, 127])
+    np.testing.assert_array_equal(travel(name, values), values)
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_what_has_arrived_once_travels_on_unchanged(name):
+    once = travel(name, some(1000))
+    np.testing.assert_allclose(travel(name, once), once, rtol=1e-6 if name == "int8" else 0)
+
+
+@pytest.mark.parametrize("tiny", [1e-30, 1e-37, 2.0**-126, 1e-40, 2.0**-149])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_values_come_near_or_become_zero(name, tiny):
+    values = np.float32([tiny, -tiny, 0, tiny / 2])
+    got = travel(name, values)
+    assert (np.abs(got.astype(np.float64) - values) <= bound(name, values)).all()
+    assert (np.sign(got) * np.sign(values) >= 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_values_stay_finite(name):
+    values = np.float32([LARGEST, -LARGEST, 1, 65504, 65519, 65520, -1e6, 3.3895314e38, 3.3962e38])
+    got = travel(name, values)
+    assert np.isfinite(got).all()
+    assert (np.sign(got[:2]) == [1, -1]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_stays_so(name, bad, dtype):
+    for at in (0, 255, 256, 299):
+        values = some(300, dtype)
+        values[at] = bad
+        got = travel(name, values)
+        assert not np.isfinite(got[at])
+        if name == "int8":  # it has one scale for 256 values: all of them are refused
+            of_group = np.arange(300) // 256 == at // 256
+            assert (np.isfinite(got) == ~of_group).all()
+        else:
+            assert np.isfinite(np.delete(got, at)).all()
+            assert np.isnan(got[at]) == np.isnan(bad)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_every_kind_of_nan_stays_one(name):
+    bits = np.uint32([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7F80FFFF])
+    assert np.isnan(travel(name, bits.view(np.float32))).all()
+
+
+def test_bfloat16_rounds_as_torch_does():
+    torch = engine("torch")
+    generator = np.random.default_rng(3)
+    bits = generator.integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = (generator.integers(0, 2**16, 1000, dtype=np.uint32) << 16) | 0x8000
+    values = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
+    theirs = torch.from_numpy(values.copy()).to(torch.bfloat16)
+    is_ordinary = np.isfinite(values) & torch.isfinite(theirs).numpy()  # what torch makes infinite, we clip
+    ours = pack("bfloat16", values).view(np.int16)
+    np.testing.assert_array_equal(ours[is_ordinary], theirs.view(torch.int16).numpy()[is_ordinary])
+
+
+@pytest.mark.parametrize(("count", "dtype"), LENGTHS_AND_DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_packing_in_place_is_packing(name, count, dtype):
+    values = some(count, dtype)
+    data = pack(name, values)
+    if data.size <= values.nbytes:  # else it cannot be done in place
+        there = values.view(np.uint8)[: data.size]
+        codec(name).pack(values, there)
+        np.testing.assert_array_equal(there, data)
+
+
+@pytest.mark.parametrize(("count", "dtype"), LENGTHS_AND_DTYPES)
+@pytest.mark.parametrize("name", SMALLER)
+def test_unpacking_in_place_is_unpacking(name, count, dtype):
+    values = some(count, dtype)
+    data = pack(name, values)
+    room = np.empty(values.nbytes + -(-data.size // 32) * 8, np.uint8)  # as the host reserves it
+    there = room[room.size - data.size :]
+    there[:] = data
+    got = room[: values.nbytes].view(dtype)
+    codec(name).unpack(there, got)
+    np.testing.assert_array_equal(got, unpack(name, data, values))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", SMALLER)
+def test_what_a_push_loses_comes_with_the_next(name, dtype):
+    parcels = Parcels(Layout([Entry("w", (700,), dtype)]), name)
+    values = some(700, dtype)
+    values[:256] *= 1e-3  # small ones, and in int8 beside a large one
+    values[10] = 5
+    sent, worst = np.zeros(700), []
+    for count in range(1, 201):
+        data = parcels.pack(0, values)
+        sent += unpack(name, data, values)
+        worst.append(np.abs(sent - count * values.astype(np.float64)).max())
+    once = np.abs(travel(name, values) - values.astype(np.float64)).max()
+    assert max(worst[100:]) <= 2.1 * once + 1e-5  # one push's loss is owed at any time, not the sum of all
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_without_what_is_owed_the_loss_would_grow(name):
+    values = some(700)
+    sent = 200 * travel(name, values).astype(np.float64)
+    assert np.abs(sent - 200 * values).max() > 20 * np.abs(travel(name, values) - values).max()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", SMALLER)
+def test_nothing_is_owed_for_what_is_not_finite(name, bad):
+    parcels = Parcels(Layout([Entry("w", (300,), "float32")]), name)
+    values = some(300)
+    values[7] = bad
+    assert not np.isfinite(unpack(name, parcels.pack(0, values), values)[7])
+    values[7] = 1
+    for _ in range(3):
+        assert np.isfinite(unpack(name, parcels.pack(0, values), values)).all()
+
+
+def test_plain_values_and_whole_numbers_are_sent_as_they_are():
+    layout = Layout([Entry("w", (5,), "float32"), Entry("n", (5,), "int64")], is_numeric=True)
+    for name in NAMES:
+        parcels = Parcels(layout, name)
+        whole = np.arange(5)
+        assert parcels.pack(1, whole) is whole
+        assert parcels.codec(0).name == name
+    real = some(5)
+    assert Parcels(layout, "float32").pack(0, real) is real
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_a_change_becomes_what_is_really_said(name):
+    parcels = Parcels(Layout([Entry("w", (300,), "float32")]), name)
+    change = some(300)
+    before = change.copy()
+    data = parcels.pack_change(0, change)
+    np.testing.assert_array_equal(change, unpack(name, data, change))
+    assert (np.abs(change - before) <= bound(name, before)).all()
