@@ -13,14 +13,15 @@ from maniple.adapters import adapt
 from maniple.center import Segment, Shared
 from maniple.center.stage import Intent, Stage, finish_all, word_of, words
 from maniple.contracts import Moment
-from maniple.rules import Downpour
+from maniple.rules import Downpour, blocks
 
-COUNT = 100_000  # 800 kB: four blocks, the last one not full
+COUNT = 100_000  # 800 kB: 25 blocks, the last one not full
 WORD = word_of(1, 1)
 
 
 @pytest.fixture
-def segment(tmp_path):
+def segment(tmp_path, monkeypatch):
+    monkeypatch.setattr("maniple.center.stage.kernels", lambda: blocks)  # whose every step can be counted
     segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
     center, _ = Shared.open_or_create(segment, "center-0", adapt({"v": np.zeros(3), "w": np.ones(COUNT)}), rank=0)
     center.close()
@@ -41,8 +42,9 @@ def commit(segment: Segment, *, die_after: int | None = None) -> None:
         value[:] = 5
         if die_after is not None:
             stage._head = Mortal(stage._head, die_after)
+            stage._progress = Mortal(stage._progress, 0, stage._head)
         with center.held(1):
-            stage.commit(center, Intent("center-0", 1, "blend", 1.0, 1.0, WORD, COUNT), value, answer="value")
+            stage.commit(center, Intent("center-0", 1, "blend", 1.0, 1.0, WORD, COUNT), value, answer=blocks.VALUE)
 
 
 def commit_some(segment: Segment, *, die_after: int | None = None) -> None:
@@ -59,16 +61,16 @@ def commit_some(segment: Segment, *, die_after: int | None = None) -> None:
 class Mortal:
     """The head of a stage whose process dies after some writes."""
 
-    def __init__(self, head: Any, writes: int) -> None:
-        self._head, self._writes = head, writes
+    def __init__(self, head: Any, writes: int, clock: "Mortal | None" = None) -> None:
+        self._head, self._writes, self._clock = head, writes, clock or self
 
     def __getitem__(self, i: int) -> int:
         return self._head[i]
 
     def __setitem__(self, i: int, value: int) -> None:
-        if self._writes == 0:
+        if self._clock._writes == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        self._writes -= 1
+        self._clock._writes -= 1
         self._head[i] = value
 
 

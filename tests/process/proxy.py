@@ -1,5 +1,6 @@
 """A proxy between workers and their host that cuts connections at random bytes, or slows them down."""
 
+import contextlib
 import random
 import socket
 import threading
@@ -63,10 +64,8 @@ class Proxy:
         except OSError:
             pass
         for end in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             end.close()
 
     def _count(self) -> None:

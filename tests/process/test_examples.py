@@ -1,22 +1,27 @@
-"""The examples: each one runs alone and on two workers, and learns what it says it learns.
+"""The examples: each one runs alone and on two workers, and learns what it says it learns; those of the docs too.
 
 That no process and no shared memory is left behind is seen to by `nothing_left`, for every test.
 """
 
 import importlib.util
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from maniple.place import shared_memory
 
-from .conftest import MANIPLE, Run, is_gone
+from .conftest import MANIPLE, Run, await_, is_gone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wait for each other, ten times as long
@@ -51,6 +56,21 @@ def together(folder: Path, example: str, *options: str, how: tuple[str, ...] = (
     assert all(is_gone(run.pid(rank)) for rank in (0, 1))
     assert len(run.events(0, "exchange")) > 1, "the workers have not trained one model"
     return run
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Run]:
+    """A host alone, ended by SIGTERM, which must leave the center and nothing else."""
+    run = Run(folder, "x", [str(MANIPLE), "serve", "--name", "x", *options], ONE_THREAD)
+    try:
+        run.await_event("server", "serving")
+        yield run
+        run.signal(signal.SIGTERM)
+        assert run.wait(TIMEOUT_S) == 0, run.output
+        assert not (shared_memory() / f"maniple-{run.description['lineage']}").exists()
+    finally:
+        if run.process.poll() is None:
+            run.kill()
 
 
 def percents(text: str, what: str) -> list[float]:
@@ -115,6 +135,60 @@ def test_lstm_learns_on_two_workers(tmp_path):
     accuracies = percents(run.output, "test accuracy of the center")
     assert len(accuracies) == 2
     assert max(accuracies) > bound  # the one who ends last sees the work of both
+
+
+def test_the_rnn_learns_alone():
+    pytest.importorskip("sklearn")
+    assert percents(alone("rnn.py", "--seconds", "3"), "test accuracy of the center")[0] > 70
+
+
+def test_the_rnn_learns_on_two_workers_that_join_a_host(tmp_path):
+    pytest.importorskip("sklearn")
+    from safetensors.torch import load_file
+
+    command = [str(MANIPLE), "join", "runs/x", str(EXAMPLES / "rnn.py"), "--seconds", "5"]
+    with serving(tmp_path) as run:
+        workers = [Run(tmp_path, "x", command, ONE_THREAD) for _ in range(2)]
+        for worker in workers:
+            assert worker.wait(TIMEOUT_S) == 0, worker.output
+            assert len(percents(worker.output, "test accuracy of the center")) == 1
+    for rank in (0, 1):
+        (shared,) = run.events(rank, "share")
+        assert shared["rule"] == "ASGD(alpha=0.5, beta=0.5)"
+        assert shared["pace"].startswith("RateLimit")
+        assert len(run.events(rank, "exchange")) > 1, "the workers have not trained one model"
+    rnn, parameters = module("rnn.py"), load_file(run.folder / "center" / "center-0.safetensors")
+    model = rnn.Reader(parameters["output.weight"].shape[1])
+    model.load_state_dict(parameters)
+    assert rnn.accuracy(model, *rnn.load()[2:]) > 0.7  # a guess is right once in ten
+
+
+def test_the_client_of_the_docs_runs_as_printed(tmp_path):
+    pytest.importorskip("h5py")
+    page = (EXAMPLES.parent / "docs" / "serve.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    with serving(tmp_path) as run:
+        address = json.loads(await_((run.folder / "host.json").read_text))["address"]
+        env = {"MANIPLE_ADDRESS": address, "MANIPLE_TOKEN_FILE": str(run.folder / "token")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == 0, done.stderr
+    saved = run.folder / "center" / "x.h5"
+    assert f"['A'] {saved}" in done.stdout
+    (tmp_path / "again").mkdir()
+    with serving(tmp_path / "again", "--from", str(saved)) as run:
+        pass
+    A = load_file(run.folder / "center" / "arrays.safetensors")["A"]
+    assert A.tolist() == [[11.5, 5.0, 1.5], [1.5, 5.0, 21.5]]
+
+
+def test_the_script_for_people_from_legion_runs_alone():
+    pytest.importorskip("torch")
+    page = (EXAMPLES.parent / "docs" / "legion.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    code = code.replace("StopAfter(5)", "StopAfter(0.5)") + "assert loss < 0.4\n"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True, timeout=TIMEOUT_S)
 
 
 def test_a_matrix_is_inverted_alone_without_a_framework():

@@ -10,8 +10,10 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -43,6 +45,8 @@ from .conftest import MANIPLE, Run, await_
 
 pytestmark = [pytest.mark.process]
 
+T = TypeVar("T")
+
 FRAMES = 100_000
 BURST = 40  # frames per connection of an insider
 HONEST = "honest"
@@ -51,7 +55,8 @@ SEED = 20_240_607
 
 # Arrays of the attackers' own, where a change may be valid.
 OWN = {name: np.zeros(count, name) for name, count in (("float32", 64), ("float64", 9), ("int64", 16), ("uint8", 5))}
-ACTS = (*6 * ("elastic", "blend", "compensated", "replace", "swap"), "", "blend\0")
+ACTS = ("blend", "compensated", "replace", "swap", "elastic")
+BAD_ACTS = ("", "blend\0", "__import__", "elastic")  # the last one of whole numbers
 WEIGHTS = (0, 1, 0.5, -1.0, 1e308, float("nan"), float("inf"), 2**64 - 1, -(2**63))
 NUMBERS = (0, 1, 2, -1, 255, 2**16, 2**31, 2**40, 2**58, 2**62, 2**63 - 1, -(2**63), 2**64 - 1)
 TABLES = (
@@ -188,7 +193,7 @@ class Attacker:
             link.settimeout(None)
             stream.set_timeout(10)
             introduce(stream, self.server.token, "data", self.worker)
-            frames = [self._frame() for _ in range(BURST)]
+            frames = [*(self._frame() for _ in range(BURST - 1)), self._mutated(*self._request())]
             self._converse(link, b"".join(frames), len(frames))
 
     def member(self) -> None:
@@ -208,9 +213,7 @@ class Attacker:
 
     def _frame(self) -> bytes:
         message, payload = self._request()
-        if self.rng.random() < 0.96:
-            return encode(message, len(payload)) + payload
-        return self._mutated(message, payload)
+        return self._mutated(message, payload) if self.rng.random() < 0.01 else encode(message, len(payload)) + payload
 
     def _mutated(self, message, payload: bytes) -> bytes:
         """A frame that was damaged. What is said of the honest array only reads it, however damaged."""
@@ -246,7 +249,7 @@ class Attacker:
             return Pull(self._any_name(), self._index(), self._codec()), b""
         if kind < 0.58:
             count = rng.randrange(4)
-            return Take(self._any_name(), count), self._positions(count)
+            return Take(f"array:{rng.choice(list(OWN))}", count), self._positions(count)
         if kind < 0.7:
             name, own = rng.choice(list(OWN.items()))
             count = rng.randrange(4)
@@ -255,7 +258,7 @@ class Attacker:
         if kind < 0.8:
             items = [(self._any_name(), self._index()) for _ in range(rng.randrange(4))]
             return Ask(self._number(), self._number(), items), b""
-        if kind < 0.93:
+        if kind < 0.98:
             return Find(self._any_name()), b""
         return rng.choice(
             [
@@ -274,11 +277,12 @@ class Attacker:
     def _offer(self):
         rng = self.rng
         name, own = rng.choice(list(OWN.items()))
-        codec, answer = self._codec(), rng.choice([*5 * ("value", "move", "none"), "all"])
+        codec, answer = self._codec(), self._mostly(("value", "move", "none"), ("all", ""))
         size = CODECS[codec].size_bytes(own.size, own.itemsize) if codec in CODECS else 0
         number = self._index()
         a, b = rng.choice(WEIGHTS), rng.choice(WEIGHTS)
-        offer = Offer(f"array:{name}", number, self._next(), 0, rng.choice(ACTS), a, b, codec, self._number(), answer)
+        act = self._mostly(ACTS if own.dtype.kind == "f" else ACTS[:-1], BAD_ACTS)
+        offer = Offer(f"array:{name}", number, self._next(), 0, act, a, b, codec, self._number(), answer)
         return offer, rng.randbytes(size)
 
     def _harmless(self):
@@ -286,26 +290,27 @@ class Attacker:
         rng = self.rng
         sequence = self._next() if rng.random() < 0.8 else 0
         size = SIZE if rng.random() < 0.8 else SIZE - 1
-        offer = Offer(f"array:{HONEST}", 0, sequence, 0, rng.choice(ACTS), 1.0, 1.0, "float32", -1, "none")
+        offer = Offer(f"array:{HONEST}", 0, sequence, 0, self._mostly(ACTS, BAD_ACTS), 1.0, 1.0, "float32", -1, "none")
         return offer, np.full(size, np.nan).tobytes()
 
     def _any_name(self) -> str:
         return self.rng.choice([*(f"array:{name}" for name in OWN), f"array:{HONEST}", "center-5"])
 
+    def _mostly(self, good: Sequence[T], bad: Sequence[T]) -> T:
+        """What is well-formed, but for one in a hundred."""
+        return self.rng.choice(good if self.rng.random() < 0.99 else bad)
+
     def _index(self) -> int:
-        return 0 if self.rng.random() < 0.99 else self._number()
+        return self._mostly((0,), NUMBERS)
 
     def _number(self) -> int:
         return self.rng.choice(NUMBERS)
 
     def _codec(self) -> str:
-        return "float32" if self.rng.random() < 0.95 else self.rng.choice([*CODECS, "gzip"])
+        return self._mostly(("float32",), (*CODECS, "gzip"))
 
     def _positions(self, count: int) -> bytes:
-        return b"".join(
-            struct.pack("<q", self.rng.randrange(5) if self.rng.random() < 0.99 else self.rng.randrange(-9, 2**62))
-            for _ in range(count)
-        )
+        return b"".join(struct.pack("<q", self._mostly(range(5), (-1, 5, 2**40, -(2**63)))) for _ in range(count))
 
     def _next(self) -> int:
         self._sequence += 1
@@ -349,7 +354,7 @@ def test_honest_workers_notice_nothing_of_100_000_hostile_frames(server, monkeyp
     print(f"{dict(counts)} in {end - begin:.1f} s, resident {[r >> 20 for r in resident]} MB, held {held}")
 
     assert counts["frames"] >= FRAMES
-    assert counts["answers"] >= FRAMES // 4, "most were understood far enough to be answered"
+    assert counts["answers"] >= 0.4 * FRAMES, "what follows a broken frame is not read, but most are"
     begin_answer = time.monotonic()
     with maniple.Client(str(server.tcp), timeout_s=5) as client:
         client.pull(HONEST)

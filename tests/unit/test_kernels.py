@@ -247,3 +247,47 @@ def test_numpy_kernels_are_used_without_numba(monkeypatch):
 def test_other_threads_compute_with_the_numpy_kernels_while_the_compiled_ones_are_loading(fused, monkeypatch):
     monkeypatch.setattr("maniple.rules.kernels._is_loading", True)
     assert kernels() is blocks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("is_blend", [True, False])
+@pytest.mark.parametrize("answer", [blocks.NOTHING, blocks.VALUE, blocks.MOVE])
+def test_act_in_steps_is_the_act_to_the_bit_for_both_kinds_of_kernels(fused, dtype, is_blend, answer):
+    rng = np.random.default_rng(0)
+    x, c = (rng.normal(size=1000).astype(dtype) for _ in range(2))
+    x[17], x[400] = np.nan, np.inf
+    expected_x, expected_c = x.copy(), c.copy()
+    whole = blocks.blend if is_blend else blocks.elastic
+    clean = whole(expected_x, expected_c, 0.3, 0.4)
+    for kind in (blocks, fused):
+        own_x, own_c, progress = x.copy(), c.copy(), np.zeros(1, np.int64)
+        block = np.zeros(64, dtype)
+        was_clean = kind.staged(own_x, own_c, block, progress, is_blend=is_blend, a=0.3, b=0.4, answer=answer)
+        np.testing.assert_array_equal(own_c, expected_c)
+        assert (was_clean, progress[0]) == (clean, 2 * 16)
+        with np.errstate(invalid="ignore"):
+            became = {blocks.NOTHING: x, blocks.VALUE: expected_x, blocks.MOVE: expected_x - x}[answer]
+        np.testing.assert_array_equal(own_x, became)
+
+
+def test_act_in_steps_goes_on_where_it_was_cut_off(fused):
+    for kind in (blocks, fused):
+        for at in range(2 * 16):
+            x, c, block = np.full(1000, 3.0), np.ones(1000), np.zeros(64)
+            done = at // 2 * 64
+            c[:done] = 4.0
+            if at % 2:  # its block was computed, and half of it copied
+                block[:] = 4.0
+                c[done : done + 30] = 4.0
+                x[done : done + 10] = -99.0
+            progress = np.array([at])
+            kind.staged(x, c, block, progress, is_blend=True, a=1, b=1, answer=blocks.NOTHING)
+            np.testing.assert_array_equal(c, 4.0, err_msg=f"{kind.__name__} cut at {at}")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "complex64"])
+def test_other_numbers_are_weighed_as_they_are(dtype):
+    c, x = np.array([1, 2, 100], dtype), np.array([3, 4, 27], dtype)
+    assert blocks.weigh(x, c, 1, 1)
+    np.testing.assert_array_equal(c, np.array([4, 6, 127], dtype))
+    np.testing.assert_array_equal(x, c)

@@ -73,7 +73,7 @@ class Memory:
         views = layout.views(_vectors(layout, memory, offsets))
         for i, (entry, place) in enumerate(zip(layout.entries, views, strict=True)):
             value = model.array(i)
-            if not np.isfinite(value).all():
+            if value.dtype.kind in "fc" and not np.isfinite(value).all():
                 raise InvalidArgument(
                     f"parameter {entry.name!r} holds values that are not finite, so it cannot become the center. "
                     "Look at the model's initialisation."

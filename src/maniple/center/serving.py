@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from maniple.center.acts import ACTS
 from maniple.center.arrays import ARRAY, array_file
 from maniple.center.segment import Segment
 from maniple.center.shared import Shared
@@ -18,6 +17,7 @@ from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.layout import Layout
+from maniple.rules import blocks
 from maniple.wire import CODECS, Stream, codec
 from maniple.wire.messages import (
     Answer,
@@ -43,6 +43,8 @@ from maniple.wire.messages import (
 )
 
 _MAX_TABLE_BYTES = 64 << 20
+_ACTS = ("elastic", "blend", "compensated", "replace", "swap")
+_ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
 _CENTER = re.compile(r"center-\d{1,4}")
 
@@ -198,7 +200,7 @@ class Serving:
         i = message.i
         center, array = self._parameter(message.center, i)
         kind = _codec(message.codec, array)
-        if message.act not in ACTS or message.answer not in {"value", "move", "none"}:
+        if message.act not in _ACTS or message.answer not in _ANSWERS:
             raise BadFrame(f"{message.act!r} with answer {message.answer!r} is nothing that a host does.")
         _expect(size, kind.size_bytes(array.size, array.itemsize))
         value = self._receive(kind.name, array)
@@ -218,7 +220,7 @@ class Serving:
                     self._stage.skip(word)
                 else:
                     intent = Intent(center.name, i, act, message.a, b, word, array.size)
-                    is_clean = self._stage.commit(center, intent, value, answer=message.answer)
+                    is_clean = self._stage.commit(center, intent, value, answer=_ANSWERS[message.answer])
                 version = center.version(i)
         answer = Answer(message.item, version, staleness, self._segment.live, is_clean, is_torn, is_done)
         if message.answer == "none":

@@ -25,12 +25,13 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from maniple.center.acts import apply, weigh
 from maniple.contracts import Array
 from maniple.errors import SharedMemoryFull
+from maniple.rules import blocks
+from maniple.rules.kernels import kernels
 
 _PAGE = 4096
-_BLOCK_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 15  # it and its like stay in the cache
 _VALUE = _PAGE + _BLOCK_BYTES
 _WORD, _STATE, _PROGRESS, _INTENT_BYTES = range(4)
 _INTENT = 64
@@ -74,7 +75,6 @@ class Stage:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = 0
-        self._scratch = np.empty(0, np.uint8)
         self._grow(max(_PAGE, os.fstat(self._file).st_size))
 
     @classmethod
@@ -97,11 +97,11 @@ class Stage:
         self._grow(_VALUE + size_bytes)
         return np.frombuffer(self._memory, np.uint8, size_bytes, _VALUE)
 
-    def commit(self, target: Target, intent: Intent, value: Array, *, answer: str) -> bool:
+    def commit(self, target: Target, intent: Intent, value: Array, *, answer: int) -> bool:
         """Apply `value`, whose memory was reserved here, under the lock of its parameter, and note it.
 
-        Afterwards `value` holds what the answer asks for: the replica's new value, its move, or nothing. False if
-        some values were refused because they are not finite.
+        Afterwards `value` holds what the answer asks for: the replica's new value, or its move. False if some
+        values were refused because they are not finite.
         """
         self._note(intent)
         target.begin_write(intent.i)
@@ -119,7 +119,7 @@ class Stage:
             values = total
         old = center[unique]
         new = old.copy()
-        weigh(values.copy(), new, intent.a, intent.b)
+        blocks.weigh(values.copy(), new, intent.a, intent.b)
         finite = np.isfinite(new)
         new = np.where(finite, new, old)
         room = self.reserve(unique.size * (8 + center.itemsize))
@@ -153,7 +153,7 @@ class Stage:
             center[room[: 8 * intent.count].view(np.int64)] = room[8 * intent.count :].view(center.dtype)
         else:
             value = self.reserve(center.nbytes).view(center.dtype)
-            self._apply(center, value, intent, "none")
+            self._apply(center, value, intent, blocks.NOTHING)
         self._end(target, intent)
         return True
 
@@ -195,28 +195,12 @@ class Stage:
         target.end_write(intent.i)
         self._head[_STATE] = 0
 
-    def _apply(self, center: Array, value: Array, intent: Intent, answer: str) -> bool:
-        head = self._head
-        step = _BLOCK_BYTES // center.itemsize
-        block = np.frombuffer(self._memory, center.dtype, step, _PAGE)
-        if self._scratch.dtype != center.dtype:
-            self._scratch = np.empty(step, center.dtype)
-        is_clean = True
-        for start in range(head[_PROGRESS] // 2 * step, center.size, step):
-            part = slice(start, start + step)
-            c, v = center[part], value[part]
-            new_c, new_x = block[: c.size], self._scratch[: c.size]
-            if head[_PROGRESS] % 2 == 0:
-                new_c[:], new_x[:] = c, v
-                is_clean &= apply(intent.act, new_x, new_c, intent.a, intent.b)
-                head[_PROGRESS] += 1
-            c[:] = new_c
-            if answer == "value":
-                v[:] = new_x
-            elif answer == "move":
-                np.subtract(new_x, v, out=v)
-            head[_PROGRESS] += 1
-        return is_clean
+    def _apply(self, center: Array, value: Array, intent: Intent, answer: int) -> bool:
+        block = np.frombuffer(self._memory, center.dtype, _BLOCK_BYTES // center.itemsize, _PAGE)
+        how = kernels().staged if center.dtype.kind == "f" else blocks.staged
+        is_blend = intent.act != "elastic"
+        a, b = (0, 1) if intent.act in {"replace", "swap"} else (intent.a, intent.b)
+        return how(value, center, block, self._progress, is_blend=is_blend, a=a, b=b, answer=answer)
 
     def _grow(self, size: int) -> None:
         if size <= self._size:
@@ -232,6 +216,7 @@ class Stage:
             ) from error
         self._memory = mmap.mmap(self._file, size)
         self._head: Any = memoryview(self._memory)[:_PAGE].cast("q")
+        self._progress: Any = np.frombuffer(self._memory, np.int64, 1, 8 * _PROGRESS)
         self._size = size
 
 

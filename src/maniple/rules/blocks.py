@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from maniple.contracts import Array
 
 BLOCK = 1 << 16  # elements: small enough for the cache, large enough that NumPy's cost per call does not count
+
+NOTHING, VALUE, MOVE = range(3)  # what a staged act makes of the worker's value
 
 _QUIET = np.errstate(all="ignore")  # what is not finite is looked for, not warned of
 
@@ -89,6 +92,54 @@ def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
             a[:] = np.where(finite, new_x, b)
             np.copyto(b, new_c, where=finite)
     return clean
+
+
+@_QUIET
+def staged(x: Array, c: Array, block: Array, progress: Any, *, is_blend: bool, a: float, b: float, answer: int) -> bool:
+    """`blend` (weights a, b) or `elastic` (center a, worker b), in steps of which each can be repeated.
+
+    `progress[0]` is 2 k when block k is next, and 2 k + 1 when its new center values are complete in `block` and
+    are being copied to `c`. Cut off at any instant, the same call goes on from there. What `x` becomes is told by
+    `answer`: NOTHING (it is left as it is), VALUE (as the act says), MOVE (that, less what it was).
+    """
+    clean = True
+    for start in range(progress[0] // 2 * block.size, c.size, block.size):
+        part = slice(start, start + block.size)
+        old_x, old_c = x[part], c[part]
+        new_x, new_c = old_x.copy(), block[: old_c.size]
+        if progress[0] % 2 == 0:
+            new_c[:] = old_c
+            if not is_blend:
+                clean &= elastic(new_x, new_c, a, b)
+            elif x.dtype.kind == "f":
+                clean &= blend(new_x, new_c, a, b)
+            else:
+                clean &= weigh(new_x, new_c, a, b)
+            progress[0] += 1
+        old_c[:] = new_c
+        if answer == VALUE:
+            old_x[:] = new_x
+        elif answer == MOVE:
+            np.subtract(new_x, old_x, out=old_x)
+        progress[0] += 1
+    return clean
+
+
+@_QUIET
+def weigh(x: Array, c: Array, alpha: Any, beta: Any) -> bool:
+    """`c = alpha c + beta x; x = c` for any kind of number; whole numbers wrap around as NumPy's do."""
+    alpha, beta = np.asarray(alpha).astype(c.dtype), np.asarray(beta).astype(c.dtype)
+    if c.dtype.kind in "iu":
+        np.multiply(c, alpha, out=c)
+        np.multiply(x, beta, out=x)
+        c += x
+        x[:] = c
+        return True
+    new = c * alpha + x * beta
+    finite = np.isfinite(new)
+    np.copyto(c, new, where=finite)
+    x[:] = c
+    return bool(finite.all())
 
 
 def _blocks(x: Array, c: Array, memory: Array | None) -> Iterator[tuple[Array, Array, Array | None]]:

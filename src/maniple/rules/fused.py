@@ -8,6 +8,9 @@ whether all were.
 from typing import Any
 
 import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
 
 from maniple.contracts import Array
 
@@ -61,6 +64,67 @@ def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
     return doubt
 
 
+def _fence_code(typing: Any) -> Any:
+    """Neither compiler nor processor may move a read or write across it."""
+    del typing
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del signature, arguments
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+_fence: Any = intrinsic(_fence_code)
+
+
+@_compiled
+def _staged(  # noqa: PLR0917 - compiled code takes its arguments by position
+    x: Any, c: Any, block: Any, progress: Any, is_blend: Any, a: Any, b: Any, answer: Any, zero: Any
+) -> Any:
+    doubt = zero
+    step = block.size
+    scratch = np.empty(step, x.dtype)
+    for start in range(progress[0] // 2 * step, c.size, step):
+        count = min(step, c.size - start)
+        xs, cs = x[start : start + count], c[start : start + count]
+        if progress[0] % 2 == 0:
+            if is_blend:
+                for i in range(count):
+                    old_c = cs[i]
+                    new = a * old_c + b * xs[i]
+                    test = new - new
+                    doubt += test
+                    new = new if test == zero else old_c
+                    scratch[i] = new
+                    block[i] = new
+            else:
+                for i in range(count):
+                    old_x, old_c = xs[i], cs[i]
+                    d = old_x - old_c
+                    test = d - d
+                    doubt += test
+                    new_x, new_c = old_x - b * d, old_c + a * d
+                    scratch[i] = new_x if test == zero else old_c
+                    block[i] = new_c if test == zero else old_c
+            _fence()
+            progress[0] += 1
+            _fence()
+        for i in range(count):
+            cs[i] = block[i]
+        if answer == 1:
+            for i in range(count):
+                xs[i] = scratch[i]
+        elif answer == 2:
+            for i in range(count):
+                xs[i] = scratch[i] - xs[i]
+        _fence()
+        progress[0] += 1
+        _fence()
+    return doubt
+
+
 def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool:
     """`d = x - c; x -= alpha_worker d; c += alpha_center d`."""
     real = x.dtype.type
@@ -77,3 +141,11 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
     """`c += scale (x - old); x = c; old = c`."""
     real = x.dtype.type
     return bool(_difference(x, c, old, real(scale), real(0)) == 0)
+
+
+def staged(
+    x: Array, c: Array, block: Array, progress: Array, *, is_blend: bool, a: float, b: float, answer: int
+) -> bool:
+    """`blend` or `elastic` in steps that can be repeated."""
+    real = x.dtype.type
+    return bool(_staged(x, c, block, progress, is_blend, real(a), real(b), answer, real(0)) == 0)

@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ class Kernels(Protocol):
     def elastic(self, x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool: ...
     def blend(self, x: Array, c: Array, alpha: float, beta: float) -> bool: ...
     def difference(self, x: Array, c: Array, old: Array, scale: float) -> bool: ...
+    def staged(
+        self, x: Array, c: Array, block: Array, progress: Any, *, is_blend: bool, a: float, b: float, answer: int
+    ) -> bool: ...
 
 
 _is_loading = False
@@ -56,5 +59,6 @@ def warm_up(dtypes: list[str]) -> None:
             _fastest().elastic(x, c, 0.5, 0.5)
             _fastest().blend(x, c, 0.5, 0.5)
             _fastest().difference(x, c, old, 1.0)
+            _fastest().staged(x, c, old, np.zeros(1, np.int64), is_blend=True, a=1, b=1, answer=0)
     finally:
         _is_loading = False

@@ -1,0 +1,280 @@
+"""Named arrays at a host: the classic parameter server, call by call."""
+
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import maniple
+from maniple.errors import HostAway, InvalidArgument, LayoutMismatch, ManipleError, NotAdmitted
+
+from ..serving import TOKEN, Serving
+
+DTYPES = [*(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "float16", "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    host = Serving(tmp_path)
+    monkeypatch.setenv("MANIPLE_ADDRESS", str(host.address))
+    monkeypatch.setenv("MANIPLE_TOKEN", TOKEN)
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def client(host):
+    with maniple.Client(timeout_s=10) as client:
+        yield client
+
+
+# Create, pull, push
+
+
+def test_first_creator_wins_and_everybody_gets_the_settled_value(host, client):
+    with maniple.Client(timeout_s=10) as other:
+        first = client.create("a", np.arange(6.0).reshape(2, 3))
+        second = other.create("a", np.zeros((2, 3)))
+    np.testing.assert_array_equal(first, np.arange(6.0).reshape(2, 3))
+    np.testing.assert_array_equal(second, first)
+    assert client.names() == ["a"]
+
+
+def test_of_simultaneous_creators_one_wins_and_all_get_its_value(host):
+    settled: list[np.ndarray] = []
+
+    def create(k: int) -> None:
+        with maniple.Client(timeout_s=10) as client:
+            settled.append(client.create("a", np.full(200_000, float(k))))
+
+    threads = [threading.Thread(target=create, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(settled) == 6
+    assert len({float(value[0]) for value in settled}) == 1
+    assert all((value == settled[0][0]).all() for value in settled)
+
+
+def test_pulled_array_is_one_s_own(client):
+    client.create("a", np.zeros(3))
+    value = client.pull("a")
+    value += 5
+    np.testing.assert_array_equal(client.pull("a"), 0)
+
+
+def test_push_weighs_old_and_new(client):
+    client.create("a", np.full(4, 10.0))
+    client.push("a", np.arange(4), alpha=0.5, beta=2)
+    np.testing.assert_array_equal(client.pull("a"), 5 + 2.0 * np.arange(4))
+    client.push("a", np.zeros(4), alpha=0, beta=1)
+    np.testing.assert_array_equal(client.pull("a"), 0)
+    client.push("a", np.full(4, 4.0))
+    np.testing.assert_array_equal(client.pull("a"), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES + COMPLEX)
+def test_differences_of_every_dtype_add_up_exactly(client, dtype):
+    client.create("a", np.zeros(5, dtype))
+    for k in range(10):
+        client.push("a", np.full(5, k, dtype), alpha=1, beta=1)
+    value = client.pull("a")
+    assert value.dtype == dtype
+    np.testing.assert_array_equal(value, np.full(5, 45, dtype))
+
+
+def test_large_whole_numbers_keep_every_digit(client):
+    large = 2**62 + 1
+    client.create("a", np.array([large, -large]))
+    client.push("a", np.array([1, 1]), alpha=1, beta=-1)
+    assert client.pull("a").tolist() == [large - 1, -large - 1]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4, 5)])
+def test_arrays_of_every_shape(client, shape):
+    made = client.create("a", np.full(shape, 2.0))
+    assert made.shape == shape
+    client.push("a", np.full(shape, 3.0), alpha=1, beta=1)
+    np.testing.assert_array_equal(client.pull("a"), np.full(shape, 5.0))
+
+
+def test_concurrent_pushes_add_up_exactly(host, client):
+    client.create("a", np.zeros(50_000))
+
+    def push() -> None:
+        with maniple.Client(timeout_s=20) as own:
+            for _ in range(20):
+                own.push("a", np.ones(50_000), alpha=1, beta=1)
+                own.push_at("a", [[3], [3]], [1, 1], alpha=1, beta=1)
+
+    threads = [threading.Thread(target=push) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = np.full(50_000, 80.0)
+    expected[3] += 160
+    np.testing.assert_array_equal(client.pull("a"), expected)
+
+
+@pytest.mark.parametrize("name", ["a b/c:d", "ä", "x" * 500, "../../etc", ""])
+def test_names_may_hold_anything(client, name):
+    client.create(name, np.ones(2))
+    client.push(name, np.ones(2), alpha=1, beta=1)
+    np.testing.assert_array_equal(client.pull(name), 2)
+    assert client.names() == [name]
+
+
+# Parts
+
+
+def test_part_at_the_crossing_of_index_lists(client):
+    whole = np.arange(60.0).reshape(3, 4, 5)
+    client.create("a", whole)
+    lists = [[2, 0], [1, 3, -1], [0]]
+    np.testing.assert_array_equal(client.pull_part("a", lists), whole[np.ix_(*lists)])
+    client.push_part("a", [[2, 0], [1, 2], [0, 4]], np.ones((2, 2, 2)), alpha=0, beta=1)
+    whole[np.ix_([2, 0], [1, 2], [0, 4])] = 1
+    np.testing.assert_array_equal(client.pull("a"), whole)
+
+
+def test_single_coordinates(client):
+    whole = np.arange(12, dtype="int32").reshape(3, 4)
+    client.create("a", whole)
+    at = [[0, 0], [2, -1], [1, 2]]
+    np.testing.assert_array_equal(client.pull_at("a", at), [0, 11, 6])
+    client.push_at("a", at, [100, 100, 100], alpha=2, beta=1)
+    assert client.pull_at("a", at).tolist() == [100, 122, 112]
+    assert client.pull("a")[0, 1] == 1
+
+
+def test_no_coordinates_and_no_axes(client):
+    client.create("a", np.zeros((2, 2)))
+    assert client.pull_at("a", []).shape == (0,)
+    assert client.pull_part("a", [[], [0]]).shape == (0, 1)
+    client.create("s", np.array(4.0))
+    assert client.pull_part("s", []) == 4
+    client.push_at("s", np.zeros((1, 0), int), [6], alpha=0.5, beta=0.5)
+    assert client.pull("s") == 5
+
+
+def test_values_for_the_same_element_add_up_as_differences_only(client):
+    client.create("a", np.zeros(4))
+    client.push_at("a", [[1], [1], [2]], [1, 2, 3], alpha=1, beta=2)
+    np.testing.assert_array_equal(client.pull("a"), [0, 6, 6, 0])
+    with pytest.raises(InvalidArgument, match="given twice"):
+        client.push_at("a", [[1], [1]], [1, 2], alpha=0.5, beta=0.5)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda c: c.pull("b"), "no array named 'b'"),
+        (lambda c: c.push("a", np.ones(3)), r"\[3\] values were pushed to \[2, 2\]"),
+        (lambda c: c.push("a", np.ones((2, 2), complex)), "complex128 values cannot go into"),
+        (lambda c: c.push("i", np.ones(2, int), alpha=0.5), "alpha=0.5 cannot weigh"),
+        (lambda c: c.push("i", np.ones(2), alpha=1, beta=1), "float64 values cannot go into"),
+        (lambda c: c.push("a", np.ones((2, 2)), alpha=np.nan), "alpha=nan"),
+        (lambda c: c.push("a", np.full((2, 2), np.nan)), "not finite"),
+        (lambda c: c.pull_part("a", [[0]]), "1 lists of indices were given for the 2 axes"),
+        (lambda c: c.pull_part("a", [[0], [2]]), "index 2 lies outside of axis 1"),
+        (lambda c: c.pull_at("a", [[0, -3]]), "index -3 lies outside of axis 1"),
+        (lambda c: c.pull_at("a", [0, 1]), "do not fit"),
+        (lambda c: c.pull_at("a", [[0.5, 1.0]]), "Give whole numbers"),
+        (lambda c: c.create("n", np.array([np.inf])), "not finite"),
+        (lambda c: c.create("o", np.array(["text"])), "cannot be shared"),
+        (lambda c: c.save("/etc/passwd"), "cannot be written"),
+        (lambda c: c.save("../x.safetensors"), "cannot be written"),
+        (lambda c: c.save("x.txt"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_told_and_changes_nothing(client, act, words):
+    client.create("a", np.ones((2, 2)))
+    client.create("i", np.ones(2, int))
+    with pytest.raises(InvalidArgument, match=words):
+        act(client)
+    np.testing.assert_array_equal(client.pull("a"), 1)
+    np.testing.assert_array_equal(client.pull("i"), 1)
+
+
+def test_creating_with_another_shape_is_refused(client):
+    client.create("a", np.ones(3))
+    with pytest.raises(LayoutMismatch, match=r"\[4\].*\[3\]"):
+        client.create("a", np.ones(4))
+
+
+def test_client_without_a_host_says_how_to_start_one(monkeypatch):
+    monkeypatch.delenv("MANIPLE_ADDRESS", raising=False)
+    with pytest.raises(InvalidArgument, match="maniple serve"):
+        maniple.Client()
+    with pytest.raises(InvalidArgument, match="no token"):
+        maniple.Client("127.0.0.1:1")
+    monkeypatch.setenv("MANIPLE_TOKEN", "t")
+    with pytest.raises(HostAway, match="refused"):
+        maniple.Client("127.0.0.1:1", timeout_s=0.2)
+
+
+def test_client_with_a_wrong_token_is_refused_at_once(host, monkeypatch):
+    monkeypatch.setenv("MANIPLE_TOKEN", "another")
+    with pytest.raises(NotAdmitted, match="token"):
+        maniple.Client(timeout_s=30)
+
+
+def test_every_error_is_of_the_library(client):
+    with pytest.raises(ManipleError):
+        client.pull("nothing")
+
+
+# Files
+
+
+def test_host_saves_all_arrays_while_others_push(host, client):
+    client.create("a", np.arange(3.0))
+    client.create("b", np.arange(4, dtype="int16"))
+    path = client.save("kept/all.safetensors")
+    assert path == str(host.run / "center" / "kept" / "all.safetensors")
+    saved = load_file(path)
+    np.testing.assert_array_equal(saved["a"], np.arange(3.0))
+    np.testing.assert_array_equal(saved["b"], np.arange(4))
+    assert saved["b"].dtype == "int16"
+
+
+def test_host_saves_hdf5(client):
+    h5py = pytest.importorskip("h5py")
+    client.create("group/a", np.arange(6.0).reshape(2, 3))
+    client.create("c", np.array([1 + 2j]))
+    with h5py.File(client.save("all.h5")) as file:
+        np.testing.assert_array_equal(file["group/a"][:], np.arange(6.0).reshape(2, 3))
+        assert file["c"][0] == 1 + 2j
+
+
+def test_client_that_leaves_is_forgotten(host):
+    with maniple.Client(timeout_s=10) as client:
+        client.create("a", np.zeros(3))
+        client.push("a", np.ones(3))
+        assert len(list(host.segment.path.glob("stage-*"))) == 1
+    deadline = threading.Event()
+    for _ in range(100):
+        if not list(host.segment.path.glob("stage-*")):
+            return
+        deadline.wait(0.02)
+    raise AssertionError("its stage is still there")
+
+
+def test_array_over_two_gibibytes(client):
+    size = (1 << 31) + 12_345
+    value = np.zeros(size, "int8")
+    value[[0, 1 << 30, size - 1]] = 1, 2, 3
+    client.create("large", value)
+    value[:] = 0
+    value[-2] = 7
+    client.push("large", value, alpha=1, beta=1)
+    assert client.pull_at("large", [[0], [1 << 30], [size - 2], [size - 1]]).tolist() == [1, 2, 7, 3]
+    pulled = client.pull("large")
+    assert (pulled.nbytes, int(pulled[-1]), int(pulled[-2])) == (size, 3, 7)

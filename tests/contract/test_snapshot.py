@@ -1,0 +1,318 @@
+"""Snapshots: whole or absent, checked before they are trusted, restored as they were."""
+
+import contextlib
+import json
+import resource
+import threading
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maniple import EASGD, Rule
+from maniple.adapters import adapt
+from maniple.center import Segment, Shared
+from maniple.center.arrays import Brought, array_file
+from maniple.center.snapshot import check_snapshot, newest_snapshot, prune, restore, snapshots, write_snapshot
+from maniple.center.stage import Stage, word_of
+from maniple.contracts import Entry, Moment
+from maniple.errors import InvalidArgument
+from maniple.host import Host
+from maniple.record import Folder, read_events
+
+LINEAGE = "0123456789abcdef"
+
+
+@pytest.fixture
+def segment(tmp_path):
+    (tmp_path / "shm").mkdir()
+    segment = Segment.create(tmp_path / "shm", LINEAGE, tmp_path)
+    yield segment
+    segment.remove()
+
+
+@contextlib.contextmanager
+def file_limit(size_bytes: int):
+    """No file of this process may grow beyond `size_bytes`: a full disk, as far as the writer sees."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def some() -> dict[str, np.ndarray]:
+    return {
+        "w": np.arange(6.0).reshape(2, 3),
+        "half": np.array([0.5, 1.5], "float16"),
+        "scalar": np.array(3.0, "float32"),
+        "empty": np.zeros((0, 2), "float32"),
+    }
+
+
+def share(segment: Segment, params: dict[str, np.ndarray], name: str = "center-0") -> Shared:
+    return Shared.open_or_create(segment, name, adapt(params), rank=0, note="a rule")[0]
+
+
+def save(segment: Segment, folder, **rest):
+    return write_snapshot(segment, folder, **{"lineage": LINEAGE, "restored": 0, "versions": {"python": "3"}} | rest)
+
+
+def test_nothing_is_written_before_there_is_a_center(tmp_path, segment):
+    assert save(segment, tmp_path / "center") is None
+
+
+def test_snapshot_holds_every_parameter_and_what_is_known_of_it(tmp_path, segment):
+    params = some()
+    center = share(segment, params)
+    center.exchange(adapt(params), EASGD(0.5), None, Moment())
+    center._versions[1] = 3
+    path = save(segment, tmp_path / "center")
+    assert path.name == "snapshot-000001"
+    saved = load_file(tmp_path / "center" / "center-0.safetensors")
+    assert set(saved) == set(params)
+    for name, value in params.items():
+        np.testing.assert_array_equal(saved[name], value)
+        assert saved[name].shape == value.shape
+    manifest = json.loads((path / "manifest.json").read_text())
+    (about,) = manifest["centers"]
+    assert (manifest["lineage"], manifest["number"], manifest["updates"]) == (LINEAGE, 1, 1)
+    assert (about["digest"], about["torn"], about["note"]) == (center.layout.digest, ["half"], "a rule")
+    center.close()
+
+
+def test_restored_center_is_the_one_that_was_saved(tmp_path, segment):
+    params = some()
+    center = share(segment, params)
+    for _ in range(3):
+        center.push(adapt(params))
+    arrays = {"i": np.arange(5), "c": np.array([[1 + 2j, 3]]), "u8": np.array(7, "uint8"), "a/b": np.zeros((0, 4))}
+    for name, value in arrays.items():
+        brought = Brought(Entry(name, value.shape, str(value.dtype)), value)
+        Shared.open_or_create(segment, array_file(name), brought, rank=0)[0].close()
+    versions = center.versions
+    center.close()
+    path = save(segment, tmp_path / "center")
+    (tmp_path / "other").mkdir()
+    again = Segment.create(tmp_path / "other", LINEAGE, tmp_path)
+    restore(again, path, check_snapshot(path, LINEAGE))
+    back = Shared.open(again, again.path / "center-0")
+    for i, value in enumerate(params.values()):
+        np.testing.assert_array_equal(back.read(i), value)
+    assert (back.versions, back.note) == (versions, "a rule")
+    back.close()
+    for name, value in arrays.items():
+        array = Shared.open(again, again.path / array_file(name))
+        np.testing.assert_array_equal(array.read(0), value)
+        assert array.read(0).dtype == value.dtype
+        array.close()
+    again.remove()
+
+
+def test_manifest_tells_how_far_each_worker_was_in_each_parameter_s_copy(tmp_path, segment):
+    share(segment, some()).close()
+    for worker, sequence in (("aa", 3), ("bb", 9)):
+        stage = Stage.of(segment.path, worker)
+        stage.skip(word_of(sequence, 2))
+        stage.close()
+    manifest = check_snapshot(save(segment, tmp_path / "center"), LINEAGE)
+    assert manifest.applied == {
+        "aa": {"center-0": [word_of(3, 2)] * 4},
+        "bb": {"center-0": [word_of(9, 2)] * 4},
+    }
+
+
+def test_only_the_newest_are_kept(tmp_path, segment):
+    share(segment, some()).close()
+    for _ in range(5):
+        save(segment, tmp_path / "center")
+        prune(tmp_path / "center", 2)
+    assert [number for number, _ in snapshots(tmp_path / "center")] == [4, 5]
+    assert load_file(tmp_path / "center" / "center-0.safetensors")["scalar"] == 3
+
+
+def test_snapshot_that_fails_leaves_the_one_before(tmp_path, segment):
+    params = {"w": np.ones(10_000)}
+    center = share(segment, params)
+    save(segment, tmp_path / "center")
+    params["w"] += 1
+    center.push(adapt(params))
+    with file_limit(1000), pytest.raises(OSError, match="too large"):
+        save(segment, tmp_path / "center")
+    assert (load_file(tmp_path / "center" / "center-0.safetensors")["w"] == 1).all()
+    assert sorted(path.name for path in (tmp_path / "center").iterdir()) == ["center-0.safetensors", "snapshot-000001"]
+    center.close()
+
+
+def test_snapshot_while_others_exchange_has_each_parameter_whole(tmp_path, segment):
+    params = {f"p{i}": np.zeros(5000) for i in range(4)}
+    center = share(segment, params)
+    stop = threading.Event()
+
+    class Stepwise(Rule):
+        """Writes one half, lets others run, then writes the other half."""
+
+        def exchange(self, x, c, memory, moment):
+            c[:2500] += 1
+            time.sleep(0)
+            c[2500:] += 1
+            return True
+
+    def train() -> None:
+        while not stop.is_set():
+            center.exchange(adapt(params), Stepwise(), None, Moment())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(5):
+            path = save(segment, tmp_path / "center")
+            for name, value in load_file(path / "center-0.safetensors").items():
+                assert value.min() == value.max(), name
+    finally:
+        stop.set()
+        thread.join(10)
+        center.close()
+
+
+# What cannot be trusted
+
+
+def damage_truncated(path):
+    file = path / "center-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def damage_bits(path):
+    file = path / "center-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+
+
+def damage_manifest(path):
+    (path / "manifest.json").write_text('{"number": 3')
+
+
+def damage_lineage(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"lineage": "f" * 16}))
+
+
+def damage_missing(path):
+    (path / "center-0.safetensors").unlink()
+
+
+def damage_no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+DAMAGES = [
+    (damage_truncated, r"truncated: center-0.safetensors has \d+ bytes of \d+"),
+    (damage_bits, "damaged: center-0.safetensors has not the bytes that were written"),
+    (damage_manifest, "manifest that cannot be read"),
+    (damage_lineage, f"is of lineage {'f' * 16}, but the run is of {LINEAGE}"),
+    (damage_missing, "lacks center-0.safetensors"),
+    (damage_no_manifest, "has no manifest"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_snapshot_that_is_not_whole_or_foreign_is_refused_with_the_reason(tmp_path, segment, damage, words):
+    share(segment, some()).close()
+    first, second = (save(segment, tmp_path / "center") for _ in range(2))
+    damage(second)
+    with pytest.raises(InvalidArgument, match=words):
+        check_snapshot(second, LINEAGE)
+    path, manifest, reasons = newest_snapshot(tmp_path / "center", LINEAGE)
+    assert (path, manifest.number, len(reasons)) == (first, 1, 1)
+
+
+def test_no_good_snapshot_is_told_with_all_reasons(tmp_path, segment):
+    share(segment, some()).close()
+    for damage in (damage_truncated, damage_missing):
+        damage(save(segment, tmp_path / "center"))
+    with pytest.raises(InvalidArgument, match=r"000002 lacks.*000001 is truncated"):
+        newest_snapshot(tmp_path / "center", LINEAGE)
+    with pytest.raises(InvalidArgument, match="There is none"):
+        newest_snapshot(tmp_path / "nowhere", LINEAGE)
+
+
+# Hosts that go on
+
+
+@pytest.fixture
+def memory(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    return memory
+
+
+def begun(memory, tmp_path) -> Host:
+    host = Host.start(memory, tmp_path, "run", {"asked": 1})
+    share(host.segment, some()).close()
+    return host
+
+
+def test_host_takes_a_surviving_center_over(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    lineage = first.lineage
+    first.segment.close()  # killed
+    second = Host.resume(memory, tmp_path / "run", {"asked": 2})
+    assert second.lineage == lineage
+    assert second.news == ["the center has survived in shared memory: nothing was lost"]
+    assert "scalar" in load_file(second.close(0)[0])
+    assert list(memory.iterdir()) == []
+    rows = read_events(Folder(tmp_path / "run").events("host"))
+    assert [row["event"] for row in rows] == ["start", "start", "adopted", "snapshot", "end"]
+
+
+def test_run_that_has_ended_is_restored_and_says_what_was_lost(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    first.close(0)
+    for count in (1, 2):
+        again = Host.resume(memory, tmp_path / "run", {})
+        assert again.lineage == first.lineage
+        assert "begins again from snapshot-" in again.news[0]
+        assert Folder(tmp_path / "run").read()["restored"] == count
+        again.close(0)
+
+
+def test_damaged_newest_snapshot_is_refused_and_the_older_one_offered(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    first.save()
+    first.close(0)
+    damage_truncated(tmp_path / "run" / "center" / "snapshot-000002")
+    with pytest.raises(InvalidArgument, match=r"truncated.*whole is snapshot-000001.*--snapshot 1"):
+        Host.resume(memory, tmp_path / "run", {})
+    assert list(memory.iterdir()) == []
+    chosen = Host.resume(memory, tmp_path / "run", {}, number=1)
+    chosen.close(0)
+    damage_truncated(tmp_path / "run" / "center" / "snapshot-000003")
+    fallen_back = Host.resume(memory, tmp_path / "run", {}, falls_back=True)
+    assert "passed over" in fallen_back.news[0]
+    fallen_back.close(0)
+
+
+def test_run_whose_host_lives_cannot_be_resumed(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    with pytest.raises(InvalidArgument, match="going on"):
+        Host.resume(memory, tmp_path / "run", {})
+    first.close(0)
+
+
+def test_folder_that_is_no_run_cannot_be_resumed(memory, tmp_path):
+    with pytest.raises(InvalidArgument, match="no run folder"):
+        Host.resume(memory, tmp_path, {})
+
+
+def test_successor_that_cannot_begin_leaves_the_surviving_center_where_it_is(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    first.segment.close()
+    second = Host.resume(memory, tmp_path / "run", {})
+    second.abandon()
+    third = Host.resume(memory, tmp_path / "run", {})
+    assert "survived" in third.news[0]
+    third.close(0)
