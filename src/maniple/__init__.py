@@ -7,7 +7,7 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     host | worker                  the owner of a run; a process that trains
     client | sampler               named arrays at a host; which samples a worker takes
     center                         the shared parameters
-    rules | pace | wire | adapters what an exchange does, when it is due, how processes talk, models as flat arrays
+    rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
     contracts                      what the parts must offer to each other
     errors

@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from maniple.center.arrays import ARRAY, Brought
+from maniple.center.batch import ask
 from maniple.center.link import Door, Link, checked
+from maniple.center.positions import crossing, points
 from maniple.center.remote import Remote
 from maniple.center.tcp import insist
 from maniple.contracts import Array, Entry
@@ -26,7 +28,6 @@ from maniple.layout import Layout
 from maniple.place import find
 from maniple.wire.messages import (
     Answer,
-    Ask,
     Bye,
     Find,
     Listing,
@@ -38,7 +39,6 @@ from maniple.wire.messages import (
     Save,
     Saved,
     Take,
-    Told,
     Value,
 )
 
@@ -99,7 +99,7 @@ class Client:
     def pull_part(self, name: str, indices: Sequence[Sequence[int]]) -> Array:
         """The part of array `name` at the crossing of one list of indices per axis, like `A[np.ix_(...)]`."""
         layout = self._layout(name)
-        positions = _crossing(layout.entries[0], indices)
+        positions = crossing(layout.entries[0], indices)
         return self._take(name, layout, positions)
 
     def push_part(
@@ -113,19 +113,19 @@ class Client:
     ) -> None:
         """`part = alpha part + beta value` for the part at the crossing of one list of indices per axis."""
         layout = self._layout(name)
-        self._put(name, _crossing(layout.entries[0], indices), value, alpha, beta)
+        self._put(name, crossing(layout.entries[0], indices), value, alpha, beta)
 
     def pull_at(self, name: str, coordinates: npt.ArrayLike) -> Array:
         """The k elements of array `name` at `coordinates`, k rows of one index per axis."""
         layout = self._layout(name)
-        return self._take(name, layout, _points(layout.entries[0], coordinates))
+        return self._take(name, layout, points(layout.entries[0], coordinates))
 
     def push_at(
         self, name: str, coordinates: npt.ArrayLike, values: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5
     ) -> None:
         """`A[at] = alpha A[at] + beta value` for k elements. With `alpha=1`, values for the same element add up."""
         layout = self._layout(name)
-        self._put(name, _points(layout.entries[0], coordinates), values, alpha, beta)
+        self._put(name, points(layout.entries[0], coordinates), values, alpha, beta)
 
     def names(self) -> list[str]:
         """The names of all arrays at the host."""
@@ -254,51 +254,4 @@ class Client:
 
     def _was_applied(self, name: str, sequence: int, deadline: float) -> bool:
         left_s = max(0.0, deadline - time.monotonic())
-        told = insist(self._link, lambda: self._link.say(Ask(sequence, 0, [(ARRAY + name, 0)])), left_s)
-        if not isinstance(told, Told) or len(told.applied) != 1:
-            raise BadFrame("the host was asked what it has applied, and said something else.")
-        return told.applied[0]
-
-
-def _crossing(entry: Entry, indices: Sequence[Sequence[int]]) -> Array:
-    """The flat positions at the crossing of one list of indices per axis."""
-    axes = len(entry.shape)
-    if len(indices) != axes:
-        raise InvalidArgument(
-            f"{len(indices)} lists of indices were given for the {axes} axes of {entry}. Give one each."
-        )
-    lists = [_inside(entry, axis, np.asarray(one)) for axis, one in enumerate(indices)]
-    for axis, one in enumerate(lists):
-        if one.ndim != 1:
-            raise InvalidArgument(f"the indices of axis {axis} of {entry} are no list: they have {one.ndim} axes.")
-    if not lists or 0 in entry.shape:
-        return np.zeros([one.size for one in lists], np.int64)
-    return np.asarray(np.ravel_multi_index(np.ix_(*lists), entry.shape))
-
-
-def _points(entry: Entry, coordinates: npt.ArrayLike) -> Array:
-    """The flat positions of k rows of one index per axis."""
-    rows = np.asarray(coordinates)
-    if rows.size == 0 and rows.ndim < 2:
-        rows = rows.reshape(0, len(entry.shape))
-    if rows.ndim != 2 or rows.shape[1] != len(entry.shape):
-        raise InvalidArgument(
-            f"coordinates of shape {list(rows.shape)} do not fit {entry}: give k rows of {len(entry.shape)} indices."
-        )
-    if not len(entry.shape):
-        return np.zeros(len(rows), np.int64)
-    columns = [_inside(entry, axis, rows[:, axis]) for axis in range(rows.shape[1])]
-    return np.zeros(0, np.int64) if not len(rows) else np.asarray(np.ravel_multi_index(columns, entry.shape))
-
-
-def _inside(entry: Entry, axis: int, indices: Array) -> Array:
-    """Indices of one axis, counted from its start."""
-    size = entry.shape[axis]
-    if indices.size == 0:
-        return indices.astype(np.int64)
-    if indices.dtype.kind not in "iu":
-        raise InvalidArgument(f"indices of axis {axis} of {entry} are {indices.dtype}. Give whole numbers.")
-    if indices.min() < -size or indices.max() >= size:
-        wrong = indices.min() if indices.min() < -size else indices.max()
-        raise InvalidArgument(f"index {wrong} lies outside of axis {axis} of {entry}, which has {size} elements.")
-    return np.where(indices < 0, indices + size, indices).astype(np.int64)
+        return insist(self._link, lambda: ask(self._link, ARRAY + name, sequence, 0, [0])[0], left_s)

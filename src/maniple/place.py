@@ -134,7 +134,7 @@ def _refuse_other_launchers(env: Mapping[str, str]) -> None:
 
 def _token(env: Mapping[str, str]) -> str | None:
     """The run's token: itself, or in a file that only its owner can read."""
-    if (path := _path(env, "MANIPLE_TOKEN_FILE")) is None:
+    if (path := _path(env, "MANIPLE_TOKEN_FILE")) is None or env.get("MANIPLE_TOKEN"):
         return env.get("MANIPLE_TOKEN")
     try:
         return path.read_text().strip()

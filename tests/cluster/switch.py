@@ -175,10 +175,11 @@ def _plug(name: str, number: int) -> int:
 def _remove(name: str, count: int) -> None:
     """Remove the hosts and whatever runs in them."""
     for host in (namespace(name, number) for number in range(1, count + 1)):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it was not made
             for pid in _ip("netns", "pids", host).split():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(OSError):
             _ip("netns", "delete", host)
 
 

@@ -216,11 +216,13 @@ class Attacker:
         return self._mutated(message, payload) if self.rng.random() < 0.01 else encode(message, len(payload)) + payload
 
     def _mutated(self, message, payload: bytes) -> bytes:
-        """A frame that was damaged. What is said of the honest array only reads it, however damaged."""
+        """A frame that was damaged. What it says of the honest array only reads it, however damaged."""
         rng = self.rng
         frame = encode(message, len(payload)) + payload
         header = frame[HEAD.size : len(frame) - len(payload)]
         other, rest = self._request()
+        if _changes_honest(message) or _changes_honest(other):
+            return frame  # damaged, it might become a valid change
         return rng.choice(
             [
                 lambda: self._flipped(frame),
@@ -256,8 +258,8 @@ class Attacker:
             put = Put(f"array:{name}", count, self._next(), rng.choice(WEIGHTS), rng.choice(WEIGHTS))
             return put, self._positions(count) + rng.randbytes(count * own.itemsize)
         if kind < 0.8:
-            items = [(self._any_name(), self._index()) for _ in range(rng.randrange(4))]
-            return Ask(self._number(), self._number(), items), b""
+            ask = Ask(self._any_name(), self._mostly(range(9), NUMBERS), self._mostly(range(9), NUMBERS))
+            return ask, self._positions(rng.randrange(4))
         if kind < 0.98:
             return Find(self._any_name()), b""
         return rng.choice(
@@ -387,6 +389,10 @@ def server(tmp_path):
         if run.process.poll() is None:
             run.signal(signal.SIGTERM)
             run.wait(30)
+
+
+def _changes_honest(message) -> bool:
+    return isinstance(message, Offer) and message.center == f"array:{HONEST}"
 
 
 def _attack(server: Server, seed: int, frames: int, counts: Counter[str]) -> int:

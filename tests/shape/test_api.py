@@ -3,6 +3,7 @@
 import inspect
 
 import click
+import pytest
 
 import maniple
 from maniple.cli import cli
@@ -10,15 +11,23 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Downpour", "EASGD", "Every", "ManipleError", "RateLimit", "Replica", "Rule", "StopAfter", "Worker",
-        "join",
+        "ASGD", "Client", "Downpour", "EASGD", "Every", "ManipleError", "RateLimit", "Replica", "Rule", "StopAfter",
+        "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
 
 def test_share_takes_these_arguments():
     names = list(inspect.signature(maniple.Worker.share).parameters)
-    assert names == ["self", "model", "optimizer", "rule", "pace", "state", "buffers", "lock", "stop"]
+    assert names == ["self", "model", "optimizer", "rule", "pace", "wire", "state", "buffers", "lock", "stop"]
+    assert list(inspect.signature(maniple.join).parameters) == ["address"]
+
+
+def test_clients_offer_these_calls():
+    calls = {name for name in dir(maniple.Client) if not name.startswith("_")}
+    assert calls == {
+        "close", "create", "names", "pull", "pull_at", "pull_part", "push", "push_at", "push_part", "save",
+    }  # fmt: skip
 
 
 def test_workers_and_replicas_offer_these_members():
@@ -29,15 +38,25 @@ def test_workers_and_replicas_offer_these_members():
     assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
 
 
-def test_the_command_has_these_options():
-    assert sorted(cli.commands) == ["run"]
-    run = cli.commands["run"]
-    options = sorted(name for p in run.params if isinstance(p, click.Option) for name in p.opts + p.secondary_opts)
-    assert options == [
-        "--bind", "--devices", "--every", "--maximum-rate", "--name", "--no-bind", "--quiet", "--restarts", "--rule",
-        "--runs", "--seed", "--workers", "-n", "-q",
-    ]  # fmt: skip
-    assert all(p.help for p in run.params if isinstance(p, click.Option)), "every option explains itself"
+SETTINGS = [
+    "--certificate", "--every", "--host-deadline", "--keep", "--key", "--maximum-rate", "--name", "--quiet",
+    "--resume", "--rule", "--runs", "--seed", "--snapshot", "--snapshot-every", "--tls", "--wire", "-q",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("run", [*SETTINGS, "--bind", "--devices", "--listen", "--no-bind", "--restarts", "--workers", "-n"]),
+        ("serve", [*SETTINGS, "--from", "--listen"]),
+        ("join", ["--certificate", "--device", "--token-file"]),
+    ],
+)
+def test_the_commands_have_these_options(command, options):
+    assert sorted(cli.commands) == ["join", "run", "serve"]
+    given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
+    assert all(p.help for p in given), "every option explains itself"
 
 
 def test_every_public_thing_is_documented():

@@ -250,19 +250,19 @@ def test_other_threads_compute_with_the_numpy_kernels_while_the_compiled_ones_ar
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("is_blend", [True, False])
+@pytest.mark.parametrize("act", [blocks.ELASTIC, blocks.BLEND])
 @pytest.mark.parametrize("answer", [blocks.NOTHING, blocks.VALUE, blocks.MOVE])
-def test_act_in_steps_is_the_act_to_the_bit_for_both_kinds_of_kernels(fused, dtype, is_blend, answer):
+def test_act_in_steps_is_the_act_to_the_bit_for_both_kinds_of_kernels(fused, dtype, act, answer):
     rng = np.random.default_rng(0)
     x, c = (rng.normal(size=1000).astype(dtype) for _ in range(2))
     x[17], x[400] = np.nan, np.inf
     expected_x, expected_c = x.copy(), c.copy()
-    whole = blocks.blend if is_blend else blocks.elastic
+    whole = blocks.blend if act == blocks.BLEND else blocks.elastic
     clean = whole(expected_x, expected_c, 0.3, 0.4)
     for kind in (blocks, fused):
         own_x, own_c, progress = x.copy(), c.copy(), np.zeros(1, np.int64)
         block = np.zeros(64, dtype)
-        was_clean = kind.staged(own_x, own_c, block, progress, is_blend=is_blend, a=0.3, b=0.4, answer=answer)
+        was_clean = kind.staged(own_x, own_c, block, progress, act=act, a=0.3, b=0.4, answer=answer)
         np.testing.assert_array_equal(own_c, expected_c)
         assert (was_clean, progress[0]) == (clean, 2 * 16)
         with np.errstate(invalid="ignore"):
@@ -281,7 +281,7 @@ def test_act_in_steps_goes_on_where_it_was_cut_off(fused):
                 c[done : done + 30] = 4.0
                 x[done : done + 10] = -99.0
             progress = np.array([at])
-            kind.staged(x, c, block, progress, is_blend=True, a=1, b=1, answer=blocks.NOTHING)
+            kind.staged(x, c, block, progress, act=blocks.BLEND, a=1, b=1, answer=blocks.NOTHING)
             np.testing.assert_array_equal(c, 4.0, err_msg=f"{kind.__name__} cut at {at}")
 
 
@@ -291,3 +291,12 @@ def test_other_numbers_are_weighed_as_they_are(dtype):
     assert blocks.weigh(x, c, 1, 1)
     np.testing.assert_array_equal(c, np.array([4, 6, 127], dtype))
     np.testing.assert_array_equal(x, c)
+
+
+def test_replacement_in_steps_is_exact_to_the_sign_of_zero(fused):
+    for kind in (blocks, fused):
+        x, c = np.array([-0.0, 1.5, -3.0]), np.array([7.0, -0.0, 1.0])
+        assert kind.staged(
+            x, c, np.zeros(2), np.zeros(1, np.int64), act=blocks.REPLACE, a=1, b=1, answer=blocks.NOTHING
+        )
+        assert c.tobytes() == x.tobytes()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from maniple.errors import BadFrame, NotAdmitted
 from maniple.wire.frames import HEAD, MAX_HEADER_BYTES, decode_head, decode_header, encode
 from maniple.wire.messages import (
-    Ask,
     Beat,
     Bye,
     Find,
@@ -40,8 +39,6 @@ _FIELDS = {
     bytes: st.binary(max_size=40),
     float: st.floats(allow_nan=False),
     float | int: st.floats(allow_nan=False) | st.integers(-(2**63), 2**64 - 1),
-    list[bool]: st.lists(st.booleans(), max_size=5),
-    list[tuple[str, int]]: st.lists(st.tuples(st.text(max_size=9), st.integers(0, 99)), max_size=5),
 }
 
 
@@ -101,9 +98,9 @@ def test_any_head_is_read_or_refused_within_its_limit(head, is_ours):
 
 
 @pytest.mark.parametrize("length", [2**16, 2**28, 2**32 - 1])
-@pytest.mark.parametrize("opening", ["94120100dd", "9213dd", "dd", "9201c6", "9304db"])  # lists, bytes, text
+@pytest.mark.parametrize("opening", ["9412dd", "92dd", "dd", "9201c6", "9304db"])  # lists, bytes, text
 def test_a_length_that_lies_is_refused_without_memory_for_it(opening, length):
-    with pytest.raises(BadFrame, match="truncated"):
+    with pytest.raises(BadFrame):
         decode_header(bytes.fromhex(opening) + length.to_bytes(4, "big"))
 
 
@@ -368,7 +365,7 @@ def test_a_host_that_does_not_know_the_token_is_refused(pair):
             assert isinstance(worker.exception(10), NotAdmitted)
 
 
-@pytest.mark.parametrize("said", [Hello(bytes(32)), Bye(), Proof(b"short", bytes(32), "data", "w1"), Told([True])])
+@pytest.mark.parametrize("said", [Hello(bytes(32)), Bye(), Proof(b"short", bytes(32), "data", "w1"), Told()])
 def test_anything_but_a_proof_is_refused(pair, said):
     here, there = pair()
     here.send(said)
@@ -385,7 +382,7 @@ def test_a_role_that_does_not_exist_is_refused(pair):
 
 def test_a_stranger_may_send_512_bytes(pair):
     here, there = pair()
-    here.send(Ask(1, 0, [("center-0", i) for i in range(100)]))
+    here.send(Find("x" * 600))
     with pytest.raises(BadFrame, match="at most 512"):
         admit(there, TOKEN, _welcome)
 

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from maniple.center.link import Link, checked
 from maniple.contracts import Array, Outcome
 from maniple.errors import BadFrame
@@ -12,6 +14,16 @@ from maniple.wire import Stream
 from maniple.wire.messages import Answer, Ask, Offer, Told
 
 _SMALL_BYTES = 1 << 16  # so much fits into the buffers on the way: no second thread is needed
+
+
+def ask(link: Link, center: str, sequence: int, first: int, parameters: Sequence[int]) -> list[bool]:
+    """Which items of exchange `sequence`, from `first` on, the host has applied."""
+    stream = link.stream()
+    stream.send(Ask(center, sequence, first), np.array(parameters, np.int64))
+    answer, size = stream.receive()
+    if not isinstance(checked(answer), Told) or size != len(parameters):
+        raise BadFrame("the host was asked what it has applied, and said something else.")
+    return [bool(byte) for byte in stream.receive_bytes(size, at_most=len(parameters))]
 
 
 class Trade(Protocol):
@@ -68,11 +80,9 @@ class Batch:
     def resolve(self) -> list[int]:
         """After a break: settle what was applied; gives what was not. If it breaks again, call again."""
         if self._unsettled is None:
-            questions = [(self._center, i) for i in self._parameters[self._acknowledged :]]
-            told = self._link.say(Ask(self._sequence, self._acknowledged, questions)) if questions else Told([])
-            if not isinstance(told, Told) or len(told.applied) != len(questions):
-                raise BadFrame("the host was asked what it has applied, and said something else.")
-            applied = list(zip(self._parameters[self._acknowledged :], told.applied, strict=True))
+            open_items = self._parameters[self._acknowledged :]
+            told = ask(self._link, self._center, self._sequence, self._acknowledged, open_items)
+            applied = list(zip(open_items, told, strict=True))
             self._unsettled = [i for i, was_applied in applied if was_applied]
             self._unapplied = [i for i, was_applied in applied if not was_applied]
         while self._unsettled:

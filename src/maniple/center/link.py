@@ -17,7 +17,7 @@ from maniple.place import Place
 from maniple.wire import Address, Stream, connect
 from maniple.wire.messages import Message, Refusal, Welcome
 from maniple.wire.proof import introduce
-from maniple.wire.stream import TIMEOUT_S
+from maniple.wire.stream import TIMEOUT_S, Stalled
 
 if TYPE_CHECKING:
     import ssl
@@ -122,7 +122,11 @@ class Link:
         stream = connect(self._door.address, timeout_s=_CONNECT_S, tls=self._door.tls)
         try:
             stream.set_timeout(_CONNECT_S)
-            welcome = introduce(stream, self._door.token, self._role, self._door.worker)
+            try:
+                welcome = introduce(stream, self._door.token, self._role, self._door.worker)
+            except Stalled as error:
+                hint = "" if self._door.tls else " (if the host encrypts, give its certificate: --certificate)"
+                raise Stalled(f"{error}{hint}") from None
             if self.lineage is not None and welcome.lineage != self.lineage:
                 raise NotAdmitted(
                     f"it serves another center now (lineage {welcome.lineage}, this worker's is {self.lineage})"

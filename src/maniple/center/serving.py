@@ -3,9 +3,8 @@
 import contextlib
 import json
 import re
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,17 @@ from maniple.center.arrays import ARRAY, array_file
 from maniple.center.segment import Segment
 from maniple.center.shared import Shared
 from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
+from maniple.center.turns import Left, Superseded, Turn
+from maniple.center.upload import Upload, expect, packed, received
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
-from maniple.layout import Layout
 from maniple.rules import blocks
-from maniple.wire import CODECS, Stream, codec
+from maniple.wire import CODECS, codec
 from maniple.wire.messages import (
     Answer,
     Ask,
     Busy,
     Bye,
-    Create,
     Find,
     Listing,
     Message,
@@ -47,60 +46,6 @@ _ACTS = ("elastic", "blend", "compensated", "replace", "swap")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
 _CENTER = re.compile(r"center-\d{1,4}")
-
-
-class Superseded(ConnectionError):
-    """The worker has made a newer connection; this one may not apply anything any more."""
-
-
-class Left(ConnectionError):
-    """The worker has said goodbye."""
-
-
-class Turns:
-    """Which connection speaks for each worker. Only the newest may: what lingers in an older one is void."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turns: dict[str, Turn] = {}
-
-    def take(self, worker: str, stream: Stream) -> "Turn":
-        """Make `stream` the connection of `worker`, once what the older one is applying is done."""
-        with self._lock:
-            before = self._turns.get(worker)
-            turn = self._turns[worker] = Turn(stream, threading.Lock() if before is None else before.lock)
-        if before is not None:
-            before.stream.abort()
-            with turn.lock:
-                before.is_over = True
-        return turn
-
-    def forget(self, worker: str, segment: Segment) -> None:
-        """The worker has left: it will not ask again what was applied."""
-        with self._lock:
-            turn = self._turns.pop(worker, None)
-        if turn is not None:
-            turn.stream.abort()
-            with turn.lock:
-                turn.is_over = True
-        with contextlib.closing(Stage.of(segment.path, worker)) as stage:
-            stage.remove()
-
-
-class Turn:
-    """One connection's right to speak for its worker."""
-
-    def __init__(self, stream: Stream, lock: threading.Lock) -> None:
-        self.stream, self.lock = stream, lock
-        self.is_over = False
-
-    @contextlib.contextmanager
-    def held(self) -> Generator[None]:
-        """For the time of one contribution."""
-        with self.lock:
-            if self.is_over:
-                raise Superseded("the worker has connected anew")
-            yield
 
 
 class Serving:
@@ -171,7 +116,7 @@ class Serving:
 
     def _open(self, message: Open, size: int) -> None:
         table = bytes(self._stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES))
-        model = _Sender(self._stream, _checked_layout(table))
+        model = Upload(self._stream, self._stage, table)
         try:
             center, is_creator = Shared.open_or_create(
                 self._segment, _file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
@@ -183,18 +128,18 @@ class Serving:
         self._stream.send(Opened(is_creator, self._segment.live), center.layout.table)
 
     def _find(self, message: Find, size: int) -> None:
-        _expect(size, 0)
+        expect(size, 0)
         self._stream.send(Opened(False, self._segment.live), self._center(message.center).layout.table)
 
     def _pull(self, message: Pull, size: int) -> None:
-        _expect(size, 0)
+        expect(size, 0)
         center, array = self._parameter(message.center, message.i)
         kind = _codec(message.codec, array)
         value = self._stage.reserve(array.nbytes).view(array.dtype)
         with center.held(message.i):
             is_torn, version = center.is_torn(message.i), center.version(message.i)
             value[:] = array
-        self._stream.send(Value(message.i, version, is_torn), _packed(kind.name, value))
+        self._stream.send(Value(message.i, version, is_torn), packed(kind, value))
 
     def _offer(self, message: Offer, size: int) -> None:
         i = message.i
@@ -202,8 +147,8 @@ class Serving:
         kind = _codec(message.codec, array)
         if message.act not in _ACTS or message.answer not in _ANSWERS:
             raise BadFrame(f"{message.act!r} with answer {message.answer!r} is nothing that a host does.")
-        _expect(size, kind.size_bytes(array.size, array.itemsize))
-        value = self._receive(kind.name, array)
+        expect(size, kind.size_bytes(array.size, array.itemsize))
+        value = received(self._stream, self._stage, kind, array)
         is_clean = is_done = True
         with self._turn.held():
             word = self._next_word(message.sequence, message.item)
@@ -226,11 +171,11 @@ class Serving:
         if message.answer == "none":
             self._stream.send(answer)
         else:
-            self._stream.send(answer, _packed(kind.name, value))
+            self._stream.send(answer, packed(kind, value))
 
     def _take(self, message: Take, size: int) -> None:
         center, array = self._parameter(message.center, 0)
-        _expect(size, 8 * message.count)
+        expect(size, 8 * message.count)
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
         _check_positions(positions, array)
@@ -240,7 +185,7 @@ class Serving:
 
     def _put(self, message: Put, size: int) -> None:
         center, array = self._parameter(message.center, 0)
-        _expect(size, message.count * (8 + array.itemsize))
+        expect(size, message.count * (8 + array.itemsize))
         positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
         self._stream.receive_into(positions)
         self._stream.receive_into(values)
@@ -255,20 +200,23 @@ class Serving:
         self._stream.send(Answer(0, version, 0, self._segment.live, is_clean, is_torn, True))
 
     def _ask(self, message: Ask, size: int) -> None:
-        _expect(size, 0)
+        if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < 1 << 38:
+            raise BadFrame("a question about items that cannot be.")
+        asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * MAX_ITEMS), np.int64)
         sequence, done = self._stage.position
-        applied = [
-            item < done if sequence == message.sequence else self._was_restored(name, i, message.sequence, item)
-            for item, (name, i) in enumerate(message.items, message.first)
-        ]
-        self._stream.send(Told(applied))
+        file = _file(message.center)
 
-    def _was_restored(self, name: str, i: int, sequence: int, item: int) -> bool:
-        return self._included(self._worker, _file(name), i, word_of(sequence, item + 1))
+        def was_applied(item: int, i: int) -> bool:
+            if sequence == message.sequence:
+                return item < done
+            return self._included(self._worker, file, i, word_of(message.sequence, item + 1))
+
+        applied = bytes(was_applied(item, int(i)) for item, i in enumerate(asked, message.first))
+        self._stream.send(Told(), applied)
 
     def _names(self, message: Names, size: int) -> None:
         del message
-        _expect(size, 0)
+        expect(size, 0)
         entries: list[Entry] = []
         for path in sorted(self._segment.path.glob("array-*")):
             center = Shared.open(self._segment, path)
@@ -278,7 +226,7 @@ class Serving:
         self._stream.send(Listing(), json.dumps(sorted(entry.name for entry in entries)).encode())
 
     def _save_as(self, message: Save, size: int) -> None:
-        _expect(size, 0)
+        expect(size, 0)
         self._stream.send(Saved(self._save(message.path)))
 
     def _next_word(self, sequence: int, item: int) -> int:
@@ -288,22 +236,6 @@ class Serving:
         if not is_next or not 0 <= item < MAX_ITEMS or not 0 < sequence < 1 << 38:
             raise BadFrame(f"item {item} of exchange {sequence} came after {done} of {known}.")
         return word_of(sequence, item + 1)
-
-    def _receive(self, kind: str, array: Array) -> Array:
-        """A value in the center's dtype, at the start of the stage's room."""
-        how = codec(kind)
-        size = how.size_bytes(array.size, array.itemsize)
-        if how.is_plain:
-            value = self._stage.reserve(size)
-            self._stream.receive_into(value)
-            return value.view(array.dtype)
-        # Packed values come to the end of the room and are unpacked towards its start, over themselves.
-        room = self._stage.reserve(array.nbytes + -(-size // 32) * 8)
-        data = room[room.size - size :]
-        self._stream.receive_into(data)
-        value = room[: array.nbytes].view(array.dtype)
-        how.unpack(data, value)
-        return value
 
     def _parameter(self, name: str, i: int) -> tuple[Shared, Array]:
         center = self._center(name)
@@ -333,30 +265,6 @@ class Serving:
         return center
 
 
-class _Sender:
-    """A remote worker's model, as its creator's values come in."""
-
-    def __init__(self, stream: Stream, layout: Layout) -> None:
-        self._stream, self._layout = stream, layout
-        self.entries: Sequence[Entry] = layout.entries
-
-    def begin(self) -> None:
-        self._stream.send(Create())
-
-    def array(self, i: int) -> Array:
-        message, size = self._stream.receive()
-        dtype, start, stop = self._layout.places[i]
-        value = np.empty(stop - start, dtype)
-        if not isinstance(message, Value) or message.i != i:
-            raise BadFrame(f"the value of parameter {i} was expected.")
-        _expect(size, value.nbytes)
-        self._stream.receive_into(value)
-        return value
-
-    def commit(self, i: int) -> None:
-        del i
-
-
 def _file(name: str) -> str:
     """The file of a center or of a named array."""
     if name.startswith(ARRAY):
@@ -366,38 +274,12 @@ def _file(name: str) -> str:
     return name
 
 
-def _checked_layout(table: bytes) -> Layout:
-    try:
-        return Layout.from_table(table)
-    except ManipleError:
-        raise
-    except Exception as error:  # whatever a table of a stranger's making may hold
-        raise BadFrame(f"the table of parameters cannot be read: {error}") from None
-
-
 def _codec(name: str, array: Array) -> Any:
     if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
         raise BadFrame(f"{array.dtype} values cannot travel as {name!r}.")
     return codec(name)
 
 
-def _packed(kind: str, value: Array) -> Array:
-    how = codec(kind)
-    if how.is_plain:
-        return value
-    data = value.view(np.uint8)
-    size = how.size_bytes(value.size, value.itemsize)
-    if size > data.size:  # a few values only: packed they and their scale are larger
-        data = np.empty(size, np.uint8)
-    how.pack(value, data[:size])
-    return data[:size]
-
-
 def _check_positions(positions: Array, array: Array) -> None:
     if positions.size and not (positions.min() >= 0 and positions.max() < array.size):
         raise BadFrame(f"positions lie outside of the array's {array.size} elements.")
-
-
-def _expect(size: int, expected: int) -> None:
-    if size != expected:
-        raise BadFrame(f"a payload of {size} bytes came where {expected} were due.")

@@ -100,9 +100,20 @@ def snapshots(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` snapshots, and what an unfinished one has left."""
-    for _, path in snapshots(folder)[:-keep]:
+    """Remove what is older than the newest `keep` snapshots; a damaged one does not count as one of them."""
+    there = [path for _, path in snapshots(folder)]
+    whole = [path for path in there if _looks_whole(path)]
+    for path in there[: there.index(whole[-keep])] if len(whole) > keep else []:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _looks_whole(path: Path) -> bool:
+    """All files are there and have their sizes; their bytes are not read."""
+    try:
+        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        return all((path / file).stat().st_size == size for file, (size, _) in manifest.files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
 
 
 def check_snapshot(path: Path, lineage: str) -> Manifest:

@@ -198,9 +198,8 @@ class Stage:
     def _apply(self, center: Array, value: Array, intent: Intent, answer: int) -> bool:
         block = np.frombuffer(self._memory, center.dtype, _BLOCK_BYTES // center.itemsize, _PAGE)
         how = kernels().staged if center.dtype.kind == "f" else blocks.staged
-        is_blend = intent.act != "elastic"
-        a, b = (0, 1) if intent.act in {"replace", "swap"} else (intent.a, intent.b)
-        return how(value, center, block, self._progress, is_blend=is_blend, a=a, b=b, answer=answer)
+        act = {"elastic": blocks.ELASTIC, "blend": blocks.BLEND}.get(intent.act, blocks.REPLACE)
+        return how(value, center, block, self._progress, act=act, a=intent.a, b=intent.b, answer=answer)
 
     def _grow(self, size: int) -> None:
         if size <= self._size:

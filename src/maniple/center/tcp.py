@@ -192,9 +192,12 @@ def insist(link: Link, act: Callable[[], T], deadline_s: float) -> T:
         try:
             link.wait(deadline)
             return act()
-        except HostAway:
+        except HostAway as error:
             if time.monotonic() > deadline:
-                raise
+                raise HostAway(
+                    f"{error}. It was waited for {deadline_s:g} s. Is it running, and is this its address? After a "
+                    "crash, start it again with `maniple serve --resume RUN`."
+                ) from error
             time.sleep(0.02)
         except ManipleError as error:
             link.drop(str(error))

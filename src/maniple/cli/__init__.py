@@ -211,7 +211,7 @@ def join(
 
     \b
       maniple join runs/last train.py --lr 0.1
-      maniple join node-07:29400 --token-file token train.py --lr 0.1
+      maniple join --token-file token node-07:29400 train.py --lr 0.1
     """
     if not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")

@@ -19,9 +19,10 @@ from typing import Any
 
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
-from maniple.center.serving import Left, Serving, Turns
+from maniple.center.serving import Serving
 from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
+from maniple.center.turns import Left, Turns
 from maniple.errors import BadFrame, InvalidArgument, ManipleError
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored

@@ -41,12 +41,15 @@ class Board:
     def refresh(self) -> list[tuple[int, str]]:
         """Read what is new; gives the lines that workers printed, with their ranks."""
         printed: list[tuple[int, str]] = []
-        for row in parse_events(self._server.lines()):
+        members = list(parse_events(self._server.lines()))
+        for row in members:
             self._note_member(row)
         for rank, standing in enumerate(self.standings):
             for row in parse_events(self._events[rank].lines()):
                 self._note(standing, row)
             printed += [(rank, line.decode(errors="replace")) for line in self._logs[rank].lines()]
+        for row in members:  # again: a worker that has joined and left meanwhile is gone
+            self._note_member(row)
         return printed
 
     def mark(self, rank: int, state: str) -> None:

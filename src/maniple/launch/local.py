@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from maniple.launch.process import Process
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.view import View, open_view
 from maniple.place import Place, asked_threads, shared_memory
+from maniple.record import Folder
 from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
@@ -29,23 +31,29 @@ _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 def run_local(job: Job) -> int:
     """Run `job` on this machine; gives the exit code."""
     job.check()
-    if job.resume is not None:
+    if (run := job.resume) is not None:
+        job = _remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
-        host = Host.resume(
-            shared_memory(), job.resume, job.asked(), number=job.snapshot, falls_back=falls_back, keep=job.keep
-        )
+        host = Host.resume(shared_memory(), run, job.asked(), number=job.snapshot, falls_back=falls_back, keep=job.keep)
     else:
         name = job.name or fresh_name(job.runs, job.script or Path("host"))
         host = Host.start(shared_memory(), job.runs, name, job.asked(), keep=job.keep)
     try:
         if job.arrays is not None:
             host.begin_with(job.arrays)
-        run = _Run(job, host)
+        life = _Run(job, host)
     except BaseException:
         host.abandon()
         raise
-    return run.run()
+    return life.run()
+
+
+def _remembered(job: Job, run: Path) -> Job:
+    """The job with what was asked for when the run began, where nothing else is asked for now."""
+    before: dict[str, Any] = Folder(run.resolve()).read().get("asked", {})
+    known = {name: before.get(name) for name in ("rule", "pace", "wire") if getattr(job, name) is None}
+    return replace(job, **known)
 
 
 class _Run:
@@ -88,7 +96,10 @@ class _Run:
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
                 exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
-                self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+                if self._job.script:
+                    self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+                else:
+                    self._say("ending: the workers are told, and the center is saved")
             finally:
                 self._from_now_on(self._hurry)
                 self._end_all()

@@ -10,7 +10,8 @@ from maniple.contracts import Array
 
 BLOCK = 1 << 16  # elements: small enough for the cache, large enough that NumPy's cost per call does not count
 
-NOTHING, VALUE, MOVE = range(3)  # what a staged act makes of the worker's value
+ELASTIC, BLEND, REPLACE = range(3)  # what a staged act does
+NOTHING, VALUE, MOVE = range(3)  # and what it makes of the worker's value
 
 _QUIET = np.errstate(all="ignore")  # what is not finite is looked for, not warned of
 
@@ -95,8 +96,8 @@ def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
 
 
 @_QUIET
-def staged(x: Array, c: Array, block: Array, progress: Any, *, is_blend: bool, a: float, b: float, answer: int) -> bool:
-    """`blend` (weights a, b) or `elastic` (center a, worker b), in steps of which each can be repeated.
+def staged(x: Array, c: Array, block: Array, progress: Any, *, act: int, a: float, b: float, answer: int) -> bool:
+    """ELASTIC (center a, worker b), BLEND (weights a, b) or REPLACE, in steps of which each can be repeated.
 
     `progress[0]` is 2 k when block k is next, and 2 k + 1 when its new center values are complete in `block` and
     are being copied to `c`. Cut off at any instant, the same call goes on from there. What `x` becomes is told by
@@ -108,9 +109,11 @@ def staged(x: Array, c: Array, block: Array, progress: Any, *, is_blend: bool, a
         old_x, old_c = x[part], c[part]
         new_x, new_c = old_x.copy(), block[: old_c.size]
         if progress[0] % 2 == 0:
-            new_c[:] = old_c
-            if not is_blend:
+            new_c[:] = old_x if act == REPLACE else old_c
+            if act == ELASTIC:
                 clean &= elastic(new_x, new_c, a, b)
+            elif act == REPLACE:
+                pass
             elif x.dtype.kind == "f":
                 clean &= blend(new_x, new_c, a, b)
             else:

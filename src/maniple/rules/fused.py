@@ -80,8 +80,8 @@ _fence: Any = intrinsic(_fence_code)
 
 
 @_compiled
-def _staged(  # noqa: PLR0917 - compiled code takes its arguments by position
-    x: Any, c: Any, block: Any, progress: Any, is_blend: Any, a: Any, b: Any, answer: Any, zero: Any
+def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside of the loops, and no keywords
+    x: Any, c: Any, block: Any, progress: Any, act: Any, a: Any, b: Any, answer: Any, zero: Any
 ) -> Any:
     doubt = zero
     step = block.size
@@ -90,7 +90,11 @@ def _staged(  # noqa: PLR0917 - compiled code takes its arguments by position
         count = min(step, c.size - start)
         xs, cs = x[start : start + count], c[start : start + count]
         if progress[0] % 2 == 0:
-            if is_blend:
+            if act == 2:
+                for i in range(count):
+                    scratch[i] = xs[i]
+                    block[i] = xs[i]
+            elif act == 1:
                 for i in range(count):
                     old_c = cs[i]
                     new = a * old_c + b * xs[i]
@@ -143,9 +147,7 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
     return bool(_difference(x, c, old, real(scale), real(0)) == 0)
 
 
-def staged(
-    x: Array, c: Array, block: Array, progress: Array, *, is_blend: bool, a: float, b: float, answer: int
-) -> bool:
-    """`blend` or `elastic` in steps that can be repeated."""
+def staged(x: Array, c: Array, block: Array, progress: Array, *, act: int, a: float, b: float, answer: int) -> bool:
+    """`elastic`, `blend` or a replacement, in steps that can be repeated."""
     real = x.dtype.type
-    return bool(_staged(x, c, block, progress, is_blend, real(a), real(b), answer, real(0)) == 0)
+    return bool(_staged(x, c, block, progress, act, real(a), real(b), answer, real(0)) == 0)

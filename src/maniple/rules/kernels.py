@@ -23,7 +23,7 @@ class Kernels(Protocol):
     def blend(self, x: Array, c: Array, alpha: float, beta: float) -> bool: ...
     def difference(self, x: Array, c: Array, old: Array, scale: float) -> bool: ...
     def staged(
-        self, x: Array, c: Array, block: Array, progress: Any, *, is_blend: bool, a: float, b: float, answer: int
+        self, x: Array, c: Array, block: Array, progress: Any, *, act: int, a: float, b: float, answer: int
     ) -> bool: ...
 
 
@@ -59,6 +59,6 @@ def warm_up(dtypes: list[str]) -> None:
             _fastest().elastic(x, c, 0.5, 0.5)
             _fastest().blend(x, c, 0.5, 0.5)
             _fastest().difference(x, c, old, 1.0)
-            _fastest().staged(x, c, old, np.zeros(1, np.int64), is_blend=True, a=1, b=1, answer=0)
+            _fastest().staged(x, c, old, np.zeros(1, np.int64), act=blocks.BLEND, a=1, b=1, answer=0)
     finally:
         _is_loading = False

@@ -92,10 +92,11 @@ class _Int8:
             groups = _grouped(block)
             with np.errstate(all="ignore"):
                 scale = np.abs(groups).max(axis=1) / np.float32(127)
-                inverse = np.where(scale > 0, 1 / scale, np.float32(0))
-                rounded = np.rint(groups * inverse[:, None])
-                bad = ~np.isfinite(scale)
-                rounded[bad] = 1  # times a scale that is not finite: refused by the center as what it is
+                too_large = np.isfinite(scale) & ~np.isfinite(scale * np.float32(127))
+                scale = np.where(too_large, np.nextafter(scale, np.float32(0)), scale)
+                rounded = np.rint(groups / np.where(scale > 0, scale, np.float32(1))[:, None])
+                np.clip(rounded, -127, 127, out=rounded)
+                rounded[~np.isfinite(scale)] = 1  # times what is not finite: refused by the center as what it is
             scales[start // _GROUP : start // _GROUP + scale.size] = scale
             data[start : start + block.size] = rounded.reshape(-1)[: block.size].astype(np.int8).view(np.uint8)
         data[count:] = scales.view(np.uint8)

@@ -113,17 +113,18 @@ class Answer(_Said, frozen=True, tag=17):
 
 
 class Ask(_Said, frozen=True, tag=18):
-    """Worker: the connection broke. Which of these items of exchange `sequence`, from `first` on, were applied?"""
+    """Worker: the connection broke. Which items of exchange `sequence`, from `first` on, were applied?
 
+    The payload lists their parameters of `center`, in the order of the items.
+    """
+
+    center: str
     sequence: int
     first: int
-    items: list[tuple[str, int]]
 
 
 class Told(_Said, frozen=True, tag=19):
-    """Host: these."""
-
-    applied: list[bool]
+    """Host: those with a 1 in the payload, one byte each."""
 
 
 class Take(_Said, frozen=True, tag=20):

@@ -222,7 +222,7 @@ class Worker:
         return sum(sampler.taken for sampler in self._samplers)
 
     def _watch_the_end(self) -> None:
-        atexit.register(self.leave)
+        atexit.register(self._leave_at_exit)
         before = sys.excepthook
 
         def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -243,6 +243,16 @@ class Worker:
                 signal.signal(signal.SIGTERM, self._end)
         except ValueError:  # joined outside the main thread: signals stay as they are
             pass
+
+    def _leave_at_exit(self) -> None:
+        """The script has ended; if the last exchange fails, the process must not end as if all were well."""
+        try:
+            self.leave()
+        except ManipleError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.exit_code)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM: end as if the script had ended here, so that the last exchange is made."""

@@ -1,0 +1,77 @@
+"""What comes up from a worker: values and whole models, checked before they are taken."""
+
+import numpy as np
+
+from maniple.center.stage import Stage
+from maniple.contracts import Array
+from maniple.errors import BadFrame, ManipleError
+from maniple.layout import Layout
+from maniple.wire import Codec, Stream
+from maniple.wire.messages import Create, Value
+
+
+class Upload:
+    """A remote creator's model, whose values come one after the other once they are asked for."""
+
+    def __init__(self, stream: Stream, stage: Stage, table: bytes) -> None:
+        try:
+            self._layout = Layout.from_table(table)
+        except ManipleError:
+            raise
+        except Exception as error:  # whatever a table of a stranger's making may hold
+            raise BadFrame(f"the table of parameters cannot be read: {error}") from None
+        self._stream, self._stage = stream, stage
+        self.entries = self._layout.entries
+
+    def begin(self) -> None:
+        """Ask for the values."""
+        self._stream.send(Create())
+
+    def array(self, i: int) -> Array:
+        """The value that comes next."""
+        message, size = self._stream.receive()
+        dtype, start, stop = self._layout.places[i]
+        if not isinstance(message, Value) or message.i != i:
+            raise BadFrame(f"the value of parameter {i} was expected.")
+        expect(size, (stop - start) * np.dtype(dtype).itemsize)
+        value = self._stage.reserve(size).view(dtype)
+        self._stream.receive_into(value)
+        return value
+
+    def commit(self, i: int) -> None:
+        """It is only read."""
+        del i
+
+
+def received(stream: Stream, stage: Stage, how: Codec, like: Array) -> Array:
+    """A value in the dtype and size of `like`, at the start of the stage's room."""
+    size = how.size_bytes(like.size, like.itemsize)
+    if how.is_plain:
+        value = stage.reserve(size)
+        stream.receive_into(value)
+        return value.view(like.dtype)
+    # Packed values come to the end of the room and are unpacked towards its start, over themselves.
+    room = stage.reserve(like.nbytes + -(-size // 32) * 8)
+    data = room[room.size - size :]
+    stream.receive_into(data)
+    value = room[: like.nbytes].view(like.dtype)
+    how.unpack(data, value)
+    return value
+
+
+def packed(how: Codec, value: Array) -> Array:
+    """The bytes of `value`, in its own memory."""
+    if how.is_plain:
+        return value
+    data = value.view(np.uint8)
+    size = how.size_bytes(value.size, value.itemsize)
+    if size > data.size:  # a few values only: packed they and their scale are larger
+        data = np.empty(size, np.uint8)
+    how.pack(value, data[:size])
+    return data[:size]
+
+
+def expect(size: int, expected: int) -> None:
+    """A payload must have the size that its header implies."""
+    if size != expected:
+        raise BadFrame(f"a payload of {size} bytes came where {expected} were due.")
