@@ -1,10 +1,10 @@
 """The seams between the layers: what a model, a rule and a center must offer to each other."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -22,7 +22,7 @@ class Entry:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.dtype}{list(self.shape)}"
@@ -46,6 +46,7 @@ class Outcome:
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite offers
     torn: list[str] = field(default_factory=list[str])  # parameters another worker died in the middle of
     live: int = 0  # p when it ended, where the host has told
+    wire_bytes: int = 0  # what went through the socket, headers and all; 0 in shared memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from maniple.errors import InvalidArgument, LayoutMismatch
 
 _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 _COUNTED = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"complex64", "complex128"}
+_RESERVED = "__metadata__"  # means something else in files of arrays
+_MOST_ELEMENTS = 1 << 48
 _LARGEST = {"float16": np.float32(65504), "bfloat16": np.float32(2.0**127 * (2 - 2.0**-7))}
 
 
@@ -39,6 +41,11 @@ class Layout:
             if entry.name in seen:
                 raise InvalidArgument(f"the name {entry.name!r} stands for two arrays. Give each its own name.")
             seen.add(entry.name)
+            if entry.name == _RESERVED or min(entry.shape, default=0) < 0 or entry.size > _MOST_ELEMENTS:
+                raise InvalidArgument(
+                    f"{entry} cannot be shared: its name is reserved, or its shape is no shape of an array. "
+                    f"Rename it; an array has up to {_MOST_ELEMENTS:.1g} elements."
+                )
             dtype = entry.dtype if is_numeric and entry.dtype in _COUNTED else flat_dtype(entry)
             start = self.sizes.get(dtype, 0)
             self.places.append((dtype, start, start + entry.size))

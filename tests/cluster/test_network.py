@@ -205,7 +205,7 @@ def test_a_worker_cut_off_in_an_exchange_trains_on_and_comes_back_without_loss(n
     back = next(row for row in training.rows(lone, "exchange") if row["end"] > healed)
     assert back["end"] < healed + 10 and back["step"] > alone[-1]["step"]
     for host in others:
-        assert any(cut < row["start"] < row["end"] < healed for row in training.rows(host, "exchange"))
+        assert any(cut < row["end"] < healed for row in training.rows(host, "exchange"))
     for host in WORKERS:
         broken_s = away[0]["timestamp"] - cut + 1.5 if host == lone else 0.0
         assert_within_rate(training.rows(host, "exchange", "progress"), broken_s)

@@ -57,7 +57,8 @@ SEED = 20_240_607
 OWN = {name: np.zeros(count, name) for name, count in (("float32", 64), ("float64", 9), ("int64", 16), ("uint8", 5))}
 ACTS = ("blend", "compensated", "replace", "swap", "elastic")
 BAD_ACTS = ("", "blend\0", "__import__", "elastic")  # the last one of whole numbers
-WEIGHTS = (0, 1, 0.5, -1.0, 1e308, float("nan"), float("inf"), 2**64 - 1, -(2**63))
+WEIGHTS = (0, 1, -1, 2, 2**62)
+BAD_WEIGHTS = (0.5, 1e308, float("nan"), float("inf"), 2**64 - 1, -(2**63))
 NUMBERS = (0, 1, 2, -1, 255, 2**16, 2**31, 2**40, 2**58, 2**62, 2**63 - 1, -(2**63), 2**64 - 1)
 TABLES = (
     b"",
@@ -207,7 +208,7 @@ class Attacker:
             for _ in range(5):
                 rows = self.rng.choice(ROWS)
                 frames.append(
-                    self._mutated(Beat(), rows) if self.rng.random() < 0.3 else encode(Beat(), len(rows)) + rows
+                    self._mutated(Beat(1), rows) if self.rng.random() < 0.3 else encode(Beat(1), len(rows)) + rows
                 )
             self._converse(link, b"".join(frames), len(frames))
 
@@ -255,7 +256,7 @@ class Attacker:
         if kind < 0.7:
             name, own = rng.choice(list(OWN.items()))
             count = rng.randrange(4)
-            put = Put(f"array:{name}", count, self._next(), rng.choice(WEIGHTS), rng.choice(WEIGHTS))
+            put = Put(f"array:{name}", count, self._next(), self._mostly(WEIGHTS, BAD_WEIGHTS), self._mostly(WEIGHTS, BAD_WEIGHTS))
             return put, self._positions(count) + rng.randbytes(count * own.itemsize)
         if kind < 0.8:
             ask = Ask(self._any_name(), self._mostly(range(9), NUMBERS), self._mostly(range(9), NUMBERS))
@@ -282,7 +283,7 @@ class Attacker:
         codec, answer = self._codec(), self._mostly(("value", "move", "none"), ("all", ""))
         size = CODECS[codec].size_bytes(own.size, own.itemsize) if codec in CODECS else 0
         number = self._index()
-        a, b = rng.choice(WEIGHTS), rng.choice(WEIGHTS)
+        a, b = self._mostly(WEIGHTS, BAD_WEIGHTS), self._mostly(WEIGHTS, BAD_WEIGHTS)
         act = self._mostly(ACTS if own.dtype.kind == "f" else ACTS[:-1], BAD_ACTS)
         offer = Offer(f"array:{name}", number, self._next(), 0, act, a, b, codec, self._number(), answer)
         return offer, rng.randbytes(size)

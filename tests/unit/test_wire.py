@@ -231,7 +231,7 @@ def test_a_payload_where_none_is_due_is_refused(pair):
 
 def test_a_small_payload_has_a_limit(pair):
     here, there = pair()
-    here.send(Beat(), b"12345")
+    here.send(Beat(1), b"12345")
     _, size = there.receive()
     with pytest.raises(BadFrame, match="5 bytes is announced, where at most 4 may come"):
         there.receive_bytes(size, at_most=4)

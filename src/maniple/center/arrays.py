@@ -1,18 +1,42 @@
 """Named arrays: each is a center of one parameter, in a file of its own."""
 
 import hashlib
+import re
 
 import numpy as np
 
+from maniple.center.segment import Segment
+from maniple.center.shared import Shared
 from maniple.contracts import Array, Entry
+from maniple.errors import BadFrame
 from maniple.layout import Layout
 
+_CENTER = re.compile("center-[0-9]{1,4}")
 ARRAY = "array:"  # before the name of an array, where a center is named
 
 
 def array_file(name: str) -> str:
     """The file of a named array, whose name may hold anything."""
     return "array-" + hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def center_file(name: str) -> str:
+    """The file of a center, or of a named array, as the wire names it."""
+    if name.startswith(ARRAY):
+        return array_file(name.removeprefix(ARRAY))
+    if not _CENTER.fullmatch(name):
+        raise BadFrame(f"{name!r} cannot name a center.")
+    return name
+
+
+def array_names(segment: Segment) -> list[str]:
+    """The names of all arrays in a segment."""
+    opened = [Shared.open(segment, path) for path in segment.path.glob("array-*")]
+    names: list[str] = []
+    for center in filter(None, opened):
+        names.append(center.layout.entries[0].name)
+        center.close()
+    return sorted(names)
 
 
 class Brought:

@@ -61,15 +61,17 @@ class Link:
         role: str,
         *,
         lineage: str | None = None,
+        timeout_s: float = TIMEOUT_S,
         may_try: Callable[[], bool] = lambda: True,
         on_restored: Callable[[Welcome], None] = lambda _: None,
     ) -> None:
         self.lineage = lineage
         self.reason = "no try was made yet"  # why it is not connected
         self.sequence = 0
-        self._door, self._role = door, role
+        self._door, self._role, self._timeout_s = door, role, timeout_s
         self._may_try, self._on_restored = may_try, on_restored
         self._stream: Stream | None = None
+        self._past_bytes = 0  # through connections that broke
         self._restored: int | None = None
         self._pause_s = _SHORTEST_PAUSE_S
         self._next_try = 0.0
@@ -78,6 +80,12 @@ class Link:
     def is_connected(self) -> bool:
         """A connection was made, and nothing has shown that it broke."""
         return self._stream is not None
+
+    @property
+    def wire_bytes(self) -> int:
+        """All bytes that went either way."""
+        stream = self._stream
+        return self._past_bytes + (0 if stream is None else stream.sent_bytes + stream.received_bytes)
 
     def stream(self) -> Stream:
         """The connection, made if need be. HostAway if that fails, or if it is too early for another try."""
@@ -107,10 +115,17 @@ class Link:
     def drop(self, reason: str = "the connection broke") -> None:
         """Give a broken connection up."""
         if self._stream is not None:
+            self._past_bytes = self.wire_bytes
             self._stream.abort()
             self._stream.close()
             self._stream = None
             self.reason = reason
+
+    def abort(self) -> None:
+        """Wake whoever waits in the connection, from another thread: it is known to be broken."""
+        stream = self._stream
+        if stream is not None:
+            stream.abort()
 
     def say(self, message: Message) -> Message:
         """Ask something and take the answer, both without a payload. A refusal is raised as the error it names."""
@@ -131,7 +146,7 @@ class Link:
                 raise NotAdmitted(
                     f"it serves another center now (lineage {welcome.lineage}, this worker's is {self.lineage})"
                 )
-            stream.set_timeout(TIMEOUT_S)
+            stream.set_timeout(self._timeout_s)
         except BaseException:
             stream.close()
             raise

@@ -2,23 +2,30 @@
 
 import contextlib
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from maniple.center.arrays import ARRAY, array_file
+from maniple.center.arrays import ARRAY, array_names, center_file
+from maniple.center.locks import Patience
 from maniple.center.segment import Segment
-from maniple.center.shared import Shared
+from maniple.center.shared import LOCK_TIMEOUT_S, Shared
 from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
 from maniple.center.turns import Left, Superseded, Turn
-from maniple.center.upload import Upload, expect, packed, received
-from maniple.contracts import Array, Entry
+from maniple.center.upload import (
+    Upload,
+    check_positions,
+    check_weights,
+    checked_codec,
+    expect,
+    packed,
+    received,
+)
+from maniple.contracts import Array
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.rules import blocks
-from maniple.wire import CODECS, codec
 from maniple.wire.messages import (
     Answer,
     Ask,
@@ -40,12 +47,14 @@ from maniple.wire.messages import (
     Told,
     Value,
 )
+from maniple.wire.stream import TIMEOUT_S
 
+T = TypeVar("T")
+NEVER_S = 1e9  # between exchanges a worker is silent; the kernel notices when it is gone
 _MAX_TABLE_BYTES = 64 << 20
 _ACTS = ("elastic", "blend", "compensated", "replace", "swap")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
-_CENTER = re.compile(r"center-\d{1,4}")
 
 
 class Serving:
@@ -95,8 +104,10 @@ class Serving:
                 message, size = self._stream.receive()
                 self._serve_one(message, size)
         finally:
+            self._answers.clear()  # they point back here: without them all is freed at once
             for center in self._centers.values():
                 center.close()
+            self._centers.clear()
             with contextlib.suppress(Superseded), self._turn.held():
                 self._stage.shrink()
             self._stage.close()
@@ -109,6 +120,9 @@ class Serving:
             raise BadFrame(f"{type(message).__name__} is nothing that a worker asks.")
         try:
             act(message, size)
+        except MemoryError:
+            self._stream.send(Refusal("ManipleError", "the host has no memory for this."))
+            raise BadFrame(f"{type(message).__name__} asked for more memory than there is.") from None
         except ManipleError as error:
             self._stream.send(Refusal(type(error).__name__, str(error)))
             if isinstance(error, BadFrame) or not isinstance(message, Find | Pull | Save):
@@ -117,13 +131,16 @@ class Serving:
     def _open(self, message: Open, size: int) -> None:
         table = bytes(self._stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES))
         model = Upload(self._stream, self._stage, table)
+        self._stream.set_timeout(TIMEOUT_S)  # a creator who falls silent must not keep the others from creating
         try:
             center, is_creator = Shared.open_or_create(
-                self._segment, _file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
+                self._segment, center_file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
             )
         except WaitedTooLong:
+            self._stream.set_timeout(NEVER_S)
             self._stream.send(Busy())
             return
+        self._stream.set_timeout(NEVER_S)
         self._keep(message.center, center)
         self._stream.send(Opened(is_creator, self._segment.live), center.layout.table)
 
@@ -134,54 +151,70 @@ class Serving:
     def _pull(self, message: Pull, size: int) -> None:
         expect(size, 0)
         center, array = self._parameter(message.center, message.i)
-        kind = _codec(message.codec, array)
-        value = self._stage.reserve(array.nbytes).view(array.dtype)
-        with center.held(message.i):
-            is_torn, version = center.is_torn(message.i), center.version(message.i)
+        kind = checked_codec(message.codec, array)
+
+        def copy() -> tuple[Value, Array]:
+            value = self._stage.reserve(array.nbytes).view(array.dtype)
             value[:] = array
-        self._stream.send(Value(message.i, version, is_torn), packed(kind, value))
+            told = Value(message.i, center.version(message.i), center.is_torn(message.i))
+            return told, packed(kind, value)
+
+        self._stream.send(*self._locked(center, message.i, copy))
 
     def _offer(self, message: Offer, size: int) -> None:
         i = message.i
         center, array = self._parameter(message.center, i)
-        kind = _codec(message.codec, array)
+        kind = checked_codec(message.codec, array)
         if message.act not in _ACTS or message.answer not in _ANSWERS:
             raise BadFrame(f"{message.act!r} with answer {message.answer!r} is nothing that a host does.")
         expect(size, kind.size_bytes(array.size, array.itemsize))
-        value = received(self._stream, self._stage, kind, array)
-        is_clean = is_done = True
+        check_weights(array, message.act, message.a, message.b)
         with self._turn.held():
+            value = received(self._stream, self._stage, kind, array)
+
+        def apply() -> tuple[Any, ...]:
             word = self._next_word(message.sequence, message.item)
-            with center.held(i):
-                is_torn, version = center.is_torn(i), center.version(i)
-                staleness = max(0, version - message.seen) // 2
+            is_torn, version = center.is_torn(i), center.version(i)
+            staleness = max(0, version - message.seen) // 2
+            is_clean, is_done = True, message.act != "swap" or version == message.seen
+            if message.act in {"swap", "replace"} and not np.isfinite(value).all():
+                is_clean = False
+                self._stage.skip(word)
+            elif is_done:
                 act, b = message.act, message.b
                 if act == "compensated":
                     act, b = "blend", b / (staleness + 1)
-                if act == "swap" and version != message.seen:
-                    is_done = False
-                elif act in {"swap", "replace"} and not np.isfinite(value).all():
-                    is_clean = False
-                    self._stage.skip(word)
-                else:
-                    intent = Intent(center.name, i, act, message.a, b, word, array.size)
-                    is_clean = self._stage.commit(center, intent, value, answer=_ANSWERS[message.answer])
-                version = center.version(i)
-        answer = Answer(message.item, version, staleness, self._segment.live, is_clean, is_torn, is_done)
-        if message.answer == "none":
-            self._stream.send(answer)
-        else:
-            self._stream.send(answer, packed(kind, value))
+                intent = Intent(center.name, i, act, message.a, b, word, array.size)
+                is_clean = self._stage.commit(center, intent, value, answer=_ANSWERS[message.answer])
+            answer = Answer(message.item, center.version(i), staleness, self._segment.live, is_clean, is_torn, is_done)
+            return (answer,) if message.answer == "none" else (answer, packed(kind, value))
+
+        self._stream.send(*self._locked(center, i, apply))
 
     def _take(self, message: Take, size: int) -> None:
         center, array = self._parameter(message.center, 0)
         expect(size, 8 * message.count)
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
-        _check_positions(positions, array)
+        check_positions(positions, array)
         with center.held(0):
             version, values = center.version(0), array[positions]
         self._stream.send(Value(0, version), values)
+
+    def _locked(self, center: Shared, i: int, act: Callable[[], T]) -> T:
+        """Do something with the stage under the lock of parameter i.
+
+        The turn is not held while the lock is waited for: a newer connection of the worker need not wait for it.
+        """
+        patience = Patience(LOCK_TIMEOUT_S)
+        while True:
+            with self._turn.held():
+                if center.take(i):
+                    try:
+                        return act()
+                    finally:
+                        center.give(i)
+            patience.wait(center.describe(i))
 
     def _put(self, message: Put, size: int) -> None:
         center, array = self._parameter(message.center, 0)
@@ -189,22 +222,24 @@ class Serving:
         positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
         self._stream.receive_into(positions)
         self._stream.receive_into(values)
-        _check_positions(positions, array)
-        with self._turn.held():
+        check_positions(positions, array)
+        check_weights(array, "blend", message.alpha, message.beta)
+
+        def apply() -> Answer:
             word = self._next_word(message.sequence, 0)
             intent = Intent(center.name, 0, "blend", message.alpha, message.beta, word, message.count, is_sparse=True)
-            with center.held(0):
-                is_torn = center.is_torn(0)
-                is_clean = self._stage.commit_at(center, intent, positions, values)
-                version = center.version(0)
-        self._stream.send(Answer(0, version, 0, self._segment.live, is_clean, is_torn, True))
+            is_torn = center.is_torn(0)
+            is_clean = self._stage.commit_at(center, intent, positions, values)
+            return Answer(0, center.version(0), 0, self._segment.live, is_clean, is_torn, True)
+
+        self._stream.send(self._locked(center, 0, apply))
 
     def _ask(self, message: Ask, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < 1 << 38:
             raise BadFrame("a question about items that cannot be.")
         asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * MAX_ITEMS), np.int64)
         sequence, done = self._stage.position
-        file = _file(message.center)
+        file = center_file(message.center)
 
         def was_applied(item: int, i: int) -> bool:
             if sequence == message.sequence:
@@ -217,17 +252,15 @@ class Serving:
     def _names(self, message: Names, size: int) -> None:
         del message
         expect(size, 0)
-        entries: list[Entry] = []
-        for path in sorted(self._segment.path.glob("array-*")):
-            center = Shared.open(self._segment, path)
-            if center is not None:
-                entries += center.layout.entries
-                center.close()
-        self._stream.send(Listing(), json.dumps(sorted(entry.name for entry in entries)).encode())
+        self._stream.send(Listing(), json.dumps(array_names(self._segment)).encode())
 
     def _save_as(self, message: Save, size: int) -> None:
         expect(size, 0)
-        self._stream.send(Saved(self._save(message.path)))
+        try:
+            path = self._save(message.path)
+        except OSError as error:
+            raise InvalidArgument(f"{message.path!r} cannot be written at the host: {error}.") from None
+        self._stream.send(Saved(path))
 
     def _next_word(self, sequence: int, item: int) -> int:
         """The word once this item is applied; it must be the next of its exchange, or the first of a newer one."""
@@ -248,7 +281,7 @@ class Serving:
         if center is not None:
             self._centers.move_to_end(name)
             return center
-        path = self._segment.path / _file(name)
+        path = self._segment.path / center_file(name)
         center = Shared.open(self._segment, path, rank=self._rank()) if path.exists() else None
         if center is None:
             what = f"array named {name.removeprefix(ARRAY)!r}" if name.startswith(ARRAY) else f"center {name!r}"
@@ -263,23 +296,3 @@ class Serving:
         if len(self._centers) > _MAX_OPEN:
             self._centers.popitem(last=False)[1].close()
         return center
-
-
-def _file(name: str) -> str:
-    """The file of a center or of a named array."""
-    if name.startswith(ARRAY):
-        return array_file(name.removeprefix(ARRAY))
-    if not _CENTER.fullmatch(name):
-        raise BadFrame(f"{name!r} cannot name a center.")
-    return name
-
-
-def _codec(name: str, array: Array) -> Any:
-    if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
-        raise BadFrame(f"{array.dtype} values cannot travel as {name!r}.")
-    return codec(name)
-
-
-def _check_positions(positions: Array, array: Array) -> None:
-    if positions.size and not (positions.min() >= 0 and positions.max() < array.size):
-        raise BadFrame(f"positions lie outside of the array's {array.size} elements.")

@@ -93,10 +93,25 @@ class Shared:
     @contextmanager
     def held(self, i: int) -> Generator[None]:
         """Hold the lock of parameter i for the length of a `with` block."""
-        with self._locks.hold(i, timeout_s=LOCK_TIMEOUT_S, what=self._describe(i)):
-            self._holders[i] = self._rank + 1
-            self._mend(i)
+        patience = Patience(LOCK_TIMEOUT_S)
+        while not self.take(i):
+            patience.wait(self.describe(i))
+        try:
             yield
+        finally:
+            self.give(i)
+
+    def take(self, i: int) -> bool:
+        """Try to lock parameter i, without waiting."""
+        if not self._locks.take(i):
+            return False
+        self._holders[i] = self._rank + 1
+        self._mend(i)
+        return True
+
+    def give(self, i: int) -> None:
+        """Unlock parameter i."""
+        self._locks.give(i)
 
     def is_torn(self, i: int) -> bool:
         """A local worker died in the middle of parameter i, and nobody has written it since."""
@@ -241,7 +256,7 @@ class Shared:
                 busy += 1
                 if busy >= len(waiting):  # all that remain are held by others
                     patience = patience or Patience(LOCK_TIMEOUT_S)
-                    patience.wait(self._describe(i))
+                    patience.wait(self.describe(i))
                     busy = 0
                 continue
             self._holders[i] = self._rank + 1
@@ -255,7 +270,8 @@ class Shared:
         """Finish what a killed host has left half-done in parameter i, whose lock is held; False if nothing."""
         return bool(self._versions[i] & 1) and finish_pending(self._segment.path, self, i)
 
-    def _describe(self, i: int) -> str:
+    def describe(self, i: int) -> str:
+        """The lock of parameter i, in words."""
         holder = self._holders[i]
         who = f"worker {holder - 1}" if holder else "the host"
         return f"the lock of parameter {self.layout.entries[i].name!r}, last held by {who}"

@@ -60,6 +60,12 @@ class Tcp:
 
     def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
         """Apply `rule` to every parameter of `model` and of the center. HostAway if the host is gone."""
+        before = self._remote.link.wire_bytes
+        outcome = self._exchange(model, rule, memory, moment)
+        outcome.wire_bytes = self._remote.link.wire_bytes - before
+        return outcome
+
+    def _exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
         self._remote.link.stream()  # if the host is away, that is known before anything is done
         model.begin()
         self._settle()

@@ -1,12 +1,14 @@
 """What comes up from a worker: values and whole models, checked before they are taken."""
 
+import math
+
 import numpy as np
 
 from maniple.center.stage import Stage
 from maniple.contracts import Array
 from maniple.errors import BadFrame, ManipleError
 from maniple.layout import Layout
-from maniple.wire import Codec, Stream
+from maniple.wire import CODECS, Codec, Stream, codec
 from maniple.wire.messages import Create, Value
 
 
@@ -75,3 +77,26 @@ def expect(size: int, expected: int) -> None:
     """A payload must have the size that its header implies."""
     if size != expected:
         raise BadFrame(f"a payload of {size} bytes came where {expected} were due.")
+
+
+def checked_codec(name: str, array: Array) -> Codec:
+    """How values of `array` travel."""
+    if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
+        raise BadFrame(f"{array.dtype} values cannot travel as {name!r}.")
+    return codec(name)
+
+
+def check_weights(array: Array, act: str, a: float, b: float) -> None:
+    """Nothing may fail once a contribution is being applied."""
+    is_whole = array.dtype.kind in "iu"
+    for weight in (a, b):
+        if not math.isfinite(weight) or (is_whole and not (isinstance(weight, int) and abs(weight) < 1 << 63)):
+            raise BadFrame(f"{array.dtype} values cannot be weighed by {weight}.")
+    if act == "elastic" and array.dtype.kind != "f":
+        raise BadFrame(f"{array.dtype} values cannot move elastically.")
+
+
+def check_positions(positions: Array, array: Array) -> None:
+    """Elements must lie inside of the array."""
+    if positions.size and not (positions.min() >= 0 and positions.max() < array.size):
+        raise BadFrame(f"positions lie outside of the array's {array.size} elements.")

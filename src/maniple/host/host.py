@@ -111,6 +111,8 @@ class Host:
                 f"the center begins again from {path.name} of {when}: what was contributed after that "
                 f"({ago:,.0f} s ago) is lost"
             )
+            for rank in folder.ranks():  # they may return; those who are new get ranks of their own
+                segment.mark(rank, DEAD)
             folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
             host = cls(folder, segment, lineage, asked, keep=keep)
             host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)

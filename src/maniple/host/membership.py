@@ -16,6 +16,7 @@ class Membership:
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
+        self._beats: dict[str, int] = {}  # the newest beat of each
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -48,7 +49,8 @@ class Membership:
         """A worker has come, or come back with the rank it had `before`; gives its rank."""
         with self._lock:
             rank = self._ranks.get(worker, before)
-            if not 0 <= rank < MAX_WORKERS:
+            is_taken = worker not in self._ranks and rank in self._ranks.values()
+            if is_taken or not 0 <= rank < MAX_WORKERS:
                 rank = self._free()
             is_back = before >= 0
             self._ranks[worker] = rank
@@ -56,6 +58,12 @@ class Membership:
             self._segment.mark(rank, LIVE)
         self._events.write("returned" if is_back else "joined", worker=rank, node=node, pid=pid, live=self.live)
         return rank
+
+    def is_news(self, worker: str, beat: int) -> bool:
+        """The rows of this beat have not come before."""
+        is_news = beat > self._beats.get(worker, 0)
+        self._beats[worker] = max(beat, self._beats.get(worker, 0))
+        return is_news
 
     def leave(self, worker: str) -> None:
         """A worker has said goodbye."""

@@ -29,4 +29,4 @@ class Restored(msgspec.Struct):
     def has(self, worker: str, center: str, i: int, word: int) -> bool:
         """The snapshot's copy of parameter i has what brought `worker` to `word`."""
         words = self.applied.get(worker, {}).get(center, [])
-        return i < len(words) and words[i] >= word
+        return 0 <= i < len(words) and words[i] >= word

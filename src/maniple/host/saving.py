@@ -16,7 +16,13 @@ from maniple.record import Folder
 def save_as(segment: Segment, folder: Folder, name: str) -> str:
     """Write all named arrays and centers to `center/NAME`, while training goes on; gives the file's path."""
     path = Path(name)
-    if path.is_absolute() or ".." in path.parts or not path.name or path.suffix not in (".safetensors", *HDF5):
+    if (
+        "\0" in name
+        or path.is_absolute()
+        or ".." in path.parts
+        or not path.name
+        or path.suffix not in (".safetensors", *HDF5)
+    ):
         raise InvalidArgument(
             f"save({name!r}) cannot be written. Give a name inside the run's `center` folder, without `..`, that ends "
             "with .safetensors or .h5."

@@ -19,7 +19,7 @@ from typing import Any
 
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
-from maniple.center.serving import Serving
+from maniple.center.serving import NEVER_S, Serving
 from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
 from maniple.center.turns import Left, Turns
@@ -102,7 +102,10 @@ class Server:
                     _, oldest = self._half_open.popitem(last=False)
                     with contextlib.suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._attend, args=(link,), daemon=True).start()
+            try:
+                threading.Thread(target=self._attend, args=(link,), daemon=True).start()
+            except RuntimeError:  # the system grants no more threads
+                self._forget(link, link.fileno())
 
     def _attend(self, link: socket.socket) -> None:
         number = link.fileno()
@@ -119,11 +122,14 @@ class Server:
         except (OSError, ManipleError):
             pass  # of no account: strangers, cut connections, workers that end; members are noted in `_control`
         finally:
-            with self._lock:
-                self._connections -= 1
-                if self._half_open.get(number) is link:
-                    del self._half_open[number]
-            link.close()
+            self._forget(link, number)
+
+    def _forget(self, link: socket.socket, number: int) -> None:
+        with self._lock:
+            self._connections -= 1
+            if self._half_open.get(number) is link:
+                del self._half_open[number]
+        link.close()
 
     def _talk(self, stream: Stream, proof: Proof) -> None:
         if not (proof.worker.isalnum() and proof.worker.isascii() and len(proof.worker) <= 32):
@@ -131,7 +137,7 @@ class Server:
         if proof.role == "control":
             self._control(stream, proof.worker)
             return
-        stream.set_timeout(1e9)  # between exchanges a worker is silent; the kernel notices when it is gone
+        stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)
         serving = Serving(
             turn,
@@ -175,7 +181,7 @@ class Server:
                     if not isinstance(beat, Beat):
                         raise BadFrame("a worker's beat was expected.")
                     new = stream.receive_bytes(size, at_most=_MAX_ROWS_BYTES)
-                    if new:
+                    if new and self._members.is_news(worker, beat.number):
                         rows.write(new)
                     if beat.is_last:
                         self._members.leave(worker)

@@ -46,7 +46,8 @@ class Board:
             self._note_member(row)
         for rank, standing in enumerate(self.standings):
             for row in parse_events(self._events[rank].lines()):
-                self._note(standing, row)
+                with suppress(KeyError, TypeError, ValueError):  # a row that somebody else has made up
+                    self._note(standing, row)
             printed += [(rank, line.decode(errors="replace")) for line in self._logs[rank].lines()]
         for row in members:  # again: a worker that has joined and left meanwhile is gone
             self._note_member(row)

@@ -62,6 +62,11 @@ class Folder:
         """The rows of worker `who`, or of the host."""
         return self.path / "events" / f"{_name(who)}.jsonl"
 
+    def ranks(self) -> list[int]:
+        """The ranks of all workers that ever wrote a row."""
+        names = (path.stem.partition("-")[2] for path in (self.path / "events").glob("worker-*.jsonl"))
+        return sorted(int(name) for name in names if name.isdigit())
+
     def log(self, who: int | str) -> Path:
         """What worker `who`, or the host, printed."""
         return self.path / "logs" / f"{_name(who)}.log"

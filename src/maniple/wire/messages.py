@@ -197,8 +197,9 @@ class Joined(_Said, frozen=True, tag=41):
 
 
 class Beat(_Said, frozen=True, tag=42):
-    """Worker: I am alive; my new rows are in the payload."""
+    """Worker: I am alive; my new rows are in the payload. A number that came before is a repetition."""
 
+    number: int
     is_last: bool = False
 
 

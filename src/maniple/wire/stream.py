@@ -1,13 +1,16 @@
 """A stream of frames over a connected socket. Payloads go straight from and into arrays, without a copy.
 
-One thread may send while another receives. Every wait has a deadline: `timeout_s` without a single byte ends
-the connection.
+One thread may send while another receives. Every wait has a deadline: `timeout_s` without a single byte either
+way ends the connection.
 """
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import time
+from array import array
 from typing import TYPE_CHECKING, Any, Protocol
 
 from maniple.errors import BadFrame
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 Buffer = Any  # bytes, or anything that lies in memory as they do: an array
 TIMEOUT_S = 30.0
 _BUFFER_BYTES = 4 << 20
+_PIECE_BYTES = 4 << 20
 _DEAD_AFTER_MS = 10_000  # data that nobody has acknowledged for so long: the network or the machine is gone
 
 
@@ -61,12 +65,12 @@ class Stream:
 
     def send(self, message: Message, *payload: Buffer) -> None:
         """Send one frame."""
-        views = [view for part in payload if (view := memoryview(part).cast("B")).nbytes]  # empty ones cannot be cast
+        views = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]  # else it cannot be cast
         size = sum(view.nbytes for view in views)
         waiting: list[Any] = [memoryview(encode(message, size)), *views]
         try:
             while waiting:
-                sent = self._pipe.sendmsg(waiting)
+                sent = self._pipe.sendmsg(_first(waiting))
                 self.sent_bytes += sent
                 while waiting and sent >= waiting[0].nbytes:
                     sent -= waiting.pop(0).nbytes
@@ -131,18 +135,38 @@ class Stream:
         with contextlib.suppress(OSError):
             self._pipe.close()
 
+    def _taken(self) -> int:
+        """The bytes that the other side has taken of what was sent."""
+        waiting = array("i", [0])
+        try:
+            fcntl.ioctl(self._pipe.fileno(), termios.TIOCOUTQ, waiting)
+        except OSError:
+            return 0
+        return self.sent_bytes - waiting[0]
+
     def _fill(self, view: memoryview, deadline: float | None) -> None:
+        taken = -1
         while view.nbytes:
             if deadline is not None:
                 self.set_timeout(max(0.001, deadline - time.monotonic()))
             try:
                 count = self._pipe.recv_into(view, min(view.nbytes, 1 << 30), 0 if deadline else socket.MSG_WAITALL)
             except BlockingIOError:
+                before, taken = taken, self._taken()
+                if taken > before and deadline is None:
+                    continue  # it is still taking what another thread sends, and answers when it has all of it
                 raise Stalled(f"the other side has sent no byte for {self._timeout_s:g} s") from None
             if not count:
                 raise ConnectionResetError("the other side has closed the connection")
             self.received_bytes += count
             view = view[count:]
+
+
+def _first(waiting: list[Any]) -> list[Any]:
+    """As much as one call should take, so that a slow line is seen to move between two of them."""
+    if sum(view.nbytes for view in waiting) <= _PIECE_BYTES:
+        return waiting
+    return [waiting[0][:_PIECE_BYTES]] if waiting[0].nbytes > _PIECE_BYTES else waiting[:1]
 
 
 def connect(address: Address, *, timeout_s: float, tls: "ssl.SSLContext | None" = None) -> Stream:

@@ -7,6 +7,7 @@ tries when the host is gone: training never waits for them.
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from maniple.center.link import Door, Link, checked
 from maniple.errors import BadFrame, ManipleError
@@ -16,6 +17,7 @@ BEAT_S = 1.0
 _MOST_ROWS = 100_000  # kept while the host is away
 _ROWS_PER_BEAT = 4000
 _GOODBYE_S = 10.0
+_ANSWER_S = 6.0  # a host that has not answered a beat for so long is away
 
 
 class Control:
@@ -24,10 +26,12 @@ class Control:
     def __init__(self, door: Door, *, node: str, pid: int, restarts: int, deadline_s: float) -> None:
         self.live = 1
         self.is_over = False  # the host has ended the run
-        self.dropped_rows = 0
         self._who = (node, pid, restarts)
-        self._link = Link(door, "control")
-        self._rows: deque[bytes] = deque()
+        self._link = Link(door, "control", timeout_s=_ANSWER_S)
+        self._rows: deque[bytes] = deque(maxlen=_MOST_ROWS)
+        self._under_way: list[bytes] = []  # with beat `_number`, until it is answered
+        self._number = 0
+        self.on_away: Callable[[], None] = lambda: None  # called when the host is found to be away
         self._away_since: float | None = None
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
@@ -60,9 +64,6 @@ class Control:
 
     def write(self, row: bytes) -> None:
         """Send a row with the next beat."""
-        if len(self._rows) >= _MOST_ROWS:
-            self._rows.popleft()
-            self.dropped_rows += 1
         self._rows.append(row)
 
     def leave(self) -> None:
@@ -102,9 +103,11 @@ class Control:
         self._link.drop("this worker has left")
 
     def _beat(self, *, is_last: bool = False) -> None:
-        rows = [self._rows[k] for k in range(min(len(self._rows), _ROWS_PER_BEAT))]
+        if not self._under_way:
+            self._number += 1
+            self._under_way = [self._rows.popleft() for _ in range(min(len(self._rows), _ROWS_PER_BEAT))]
         stream = self._link.stream()
-        stream.send(Beat(is_last), b"".join(rows))
+        stream.send(Beat(self._number, is_last and not self._rows), b"".join(self._under_way))
         answer = stream.receive_message()
         if isinstance(answer, Refusal) and answer.kind == "RunOver":
             self.is_over = True
@@ -113,5 +116,4 @@ class Control:
         if not isinstance(answer, Beaten):
             raise BadFrame("the host's beat was expected.")
         self.live = answer.live
-        for _ in rows:
-            self._rows.popleft()
+        self._under_way = []

@@ -45,6 +45,7 @@ class Far:
             may_try=lambda: self._control.is_connected,
             on_restored=self._tell_restored,
         )
+        self._control.on_away = self._link.abort  # an exchange under way need not find out by itself
 
     @property
     def is_over(self) -> bool:

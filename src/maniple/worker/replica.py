@@ -77,9 +77,11 @@ class Replica:
             self.total_samples = self._worker.samples_taken()
         if self._center is None:
             return
-        self._stepped = now = time.perf_counter()
+        now = time.perf_counter()
         if self.pace.due(self._since_exchange, now - self._start):
             self.exchange()
+            now = time.perf_counter()
+        self._stepped = now
         if now - self._told >= _PROGRESS_S:
             self._tell(now)
 
@@ -166,6 +168,7 @@ class Replica:
             while self._is_away and not self._worker.is_over:  # the last exchange waits for a host that is away
                 time.sleep(0.1)
                 self.exchange()
+            self._stepped = time.perf_counter()
         self._tell(max(self._stepped, self._told))  # what came after the last step is no training
         self._center.close()
         self._center = None
@@ -195,6 +198,8 @@ class Replica:
             self.is_exchanging = False
         cost_s = time.perf_counter() - begin
         row: dict[str, Any] = {}
+        if outcome.wire_bytes:
+            row["wire_bytes"] = outcome.wire_bytes
         if outcome.refused:
             row["refused"] = outcome.refused
         if outcome.torn:

@@ -10,6 +10,7 @@ from maniple.contracts import Center
 from maniple.errors import HostAway
 from maniple.place import Place
 from maniple.record import Events, Folder
+from maniple.rules import warm_up
 
 
 class Seat(Protocol):
@@ -59,7 +60,11 @@ class Near:
     def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
         del wire  # in shared memory nothing travels
-        return Shared.open_or_create(self._segment, name, model, rank=self.place.rank, lock=lock, note=note)
+        center, is_creator = Shared.open_or_create(
+            self._segment, name, model, rank=self.place.rank, lock=lock, note=note
+        )
+        warm_up(list(center.layout.sizes))  # here it is this worker that computes
+        return center, is_creator
 
     def locks(self) -> ByteLocks:
         """The lock that the workers of this machine share."""

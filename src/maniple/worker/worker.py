@@ -18,7 +18,7 @@ from maniple.layout import Layout
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place, find
 from maniple.record import Events
-from maniple.rules import EASGD, Rule, parse_rule, warm_up
+from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler
 from maniple.wire import codec
 from maniple.worker.replica import Replica
@@ -148,7 +148,6 @@ class Worker:
             name = f"center-{len(self._replicas)}"
             center, is_creator = self._seat.open(name, adapter, lock=lock, wire=wire, note=note)
             layout = Layout(adapter.entries)
-            warm_up(list(layout.sizes))
             self._events.write(
                 "share",
                 rule=repr(rule),
