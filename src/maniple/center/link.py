@@ -17,7 +17,7 @@ from maniple.place import Place
 from maniple.wire import Address, Stream, connect
 from maniple.wire.messages import Message, Refusal, Welcome
 from maniple.wire.proof import introduce
-from maniple.wire.stream import TIMEOUT_S, Stalled
+from maniple.wire.stream import TIMEOUT_S
 
 if TYPE_CHECKING:
     import ssl
@@ -139,9 +139,9 @@ class Link:
             stream.set_timeout(_CONNECT_S)
             try:
                 welcome = introduce(stream, self._door.token, self._role, self._door.worker)
-            except Stalled as error:
+            except ConnectionError as error:
                 hint = "" if self._door.tls else " (if the host encrypts, give its certificate: --certificate)"
-                raise Stalled(f"{error}{hint}") from None
+                raise ConnectionError(f"{error}{hint}") from None
             if self.lineage is not None and welcome.lineage != self.lineage:
                 raise NotAdmitted(
                     f"it serves another center now (lineage {welcome.lineage}, this worker's is {self.lineage})"

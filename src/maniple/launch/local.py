@@ -26,11 +26,23 @@ _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 _LAST_LINES = 20
 _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_local(job: Job) -> int:
     """Run `job` on this machine; gives the exit code."""
     job.check()
+    # From here on there is something to leave behind: a signal waits until the run can end in order.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        life = _begin(job)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        raise
+    return life.run()
+
+
+def _begin(job: Job) -> "_Run":
     if (run := job.resume) is not None:
         job = _remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.
@@ -42,11 +54,10 @@ def run_local(job: Job) -> int:
     try:
         if job.arrays is not None:
             host.begin_with(job.arrays)
-        life = _Run(job, host)
+        return _Run(job, host)
     except BaseException:
         host.abandon()
         raise
-    return life.run()
 
 
 def _remembered(job: Job, run: Path) -> Job:
@@ -88,6 +99,7 @@ class _Run:
         with self._signals(), self._view:
             self._greet()
             try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
                 with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
                     self._watch()
                 exit_code = 0
@@ -232,7 +244,7 @@ class _Run:
                 signal.signal(number, handler)
 
     def _from_now_on(self, handler: Callable[..., None]) -> dict[int, Any]:
-        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        return {number: signal.signal(number, handler) for number in _ENDING}
 
     def _interrupt(self, *_: Any) -> None:
         """The first Ctrl-C ends the run with patience; another one ends the patience."""

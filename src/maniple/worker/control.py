@@ -16,7 +16,7 @@ from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
 BEAT_S = 1.0
 _MOST_ROWS = 100_000  # kept while the host is away
 _ROWS_PER_BEAT = 4000
-_GOODBYE_S = 10.0
+_GOODBYE_S = 10.0  # a host that is being started again is back by then
 _ANSWER_S = 6.0  # a host that has not answered a beat for so long is away
 
 
@@ -66,11 +66,11 @@ class Control:
         """Send a row with the next beat."""
         self._rows.append(row)
 
-    def leave(self) -> None:
+    def leave(self, patience_s: float = _GOODBYE_S) -> None:
         """Send the last rows and say goodbye; a host that is away is waited for a little."""
-        self._leave_by = time.monotonic() + _GOODBYE_S
+        self._leave_by = time.monotonic() + patience_s
         self._wake.set()
-        self._thread.join(2 * _GOODBYE_S)
+        self._thread.join(patience_s + _ANSWER_S)
 
     def _join(self, rank: int) -> Joined:
         node, pid, restarts = self._who

@@ -79,7 +79,8 @@ class Far:
         """Send the last rows and say goodbye."""
         self.events.write("leave", **row)
         self._link.drop("this worker has left")
-        self._control.leave()
+        # A worker that ends because its host is gone has waited for it long enough.
+        self._control.leave(**({} if self._control.is_connected else {"patience_s": 1.0}))
 
     def absence(self) -> HostAway | None:
         """The error to end with, if the host has been away for too long."""
