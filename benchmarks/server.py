@@ -43,7 +43,7 @@ from maniple.center.tcp import Tcp
 from maniple.contracts import Moment
 from maniple.place import Place, environment, shared_memory
 from maniple.rules import EASGD
-from maniple.wire import Address
+from maniple.wire.address import Address
 from measure import interleave, report
 
 ALPHA = 0.5

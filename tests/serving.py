@@ -7,7 +7,7 @@ from maniple.center import Segment
 from maniple.center.link import Door
 from maniple.host.server import Server
 from maniple.place import Place
-from maniple.wire import Address
+from maniple.wire.address import Address
 
 TOKEN = "token of a test"
 

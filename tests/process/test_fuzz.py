@@ -20,7 +20,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import maniple
-from maniple.wire import CODECS, Address, Stream
+from maniple.wire.address import Address
+from maniple.wire.codecs import CODECS
 from maniple.wire.frames import HEAD, encode
 from maniple.wire.messages import (
     Ask,
@@ -40,6 +41,7 @@ from maniple.wire.messages import (
     Value,
 )
 from maniple.wire.proof import introduce
+from maniple.wire.stream import Stream
 
 from .conftest import MANIPLE, Run, await_
 
@@ -256,7 +258,13 @@ class Attacker:
         if kind < 0.7:
             name, own = rng.choice(list(OWN.items()))
             count = rng.randrange(4)
-            put = Put(f"array:{name}", count, self._next(), self._mostly(WEIGHTS, BAD_WEIGHTS), self._mostly(WEIGHTS, BAD_WEIGHTS))
+            put = Put(
+                f"array:{name}",
+                count,
+                self._next(),
+                self._mostly(WEIGHTS, BAD_WEIGHTS),
+                self._mostly(WEIGHTS, BAD_WEIGHTS),
+            )
             return put, self._positions(count) + rng.randbytes(count * own.itemsize)
         if kind < 0.8:
             ask = Ask(self._any_name(), self._mostly(range(9), NUMBERS), self._mostly(range(9), NUMBERS))

@@ -10,7 +10,7 @@ from maniple.center.parcel import Parcels
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
-from maniple.wire import CODECS, codec
+from maniple.wire.codecs import CODECS, codec
 from tests.unit.engines import engine
 
 NAMES = ["float32", "bfloat16", "float16", "int8"]

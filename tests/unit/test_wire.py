@@ -1,5 +1,7 @@
 """The wire: frames whose size is bounded before they are read, streams of them, and who is let in."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -418,3 +420,20 @@ def _meet(pair, *, worker_token=TOKEN, proof=lambda said: said, answer=lambda sa
         said = left.receive_message()
         right.send(answer(said) if isinstance(said, Welcome) else said)
         return tuple(one.exception(10) or one.result() for one in (admitted, introduced))
+
+
+def test_a_forked_child_does_not_keep_its_parent_s_connections_open(pair):
+    here, there = pair()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(5)
+        os._exit(0)
+    try:
+        time.sleep(0.2)
+        here.close()
+        there.set_timeout(2)
+        with pytest.raises(ConnectionResetError):
+            there.receive()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -10,8 +10,8 @@ from maniple.center.link import Link, checked
 from maniple.contracts import Array, Outcome
 from maniple.errors import BadFrame
 from maniple.layout import Layout
-from maniple.wire import Stream
 from maniple.wire.messages import Answer, Ask, Offer, Told
+from maniple.wire.stream import Stream
 
 _SMALL_BYTES = 1 << 16  # so much fits into the buffers on the way: no second thread is needed
 

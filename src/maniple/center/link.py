@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from maniple.errors import BadFrame, HostAway, InvalidArgument, NotAdmitted, raise_remote
 from maniple.place import Place
-from maniple.wire import Address, Stream, connect
+from maniple.wire.address import Address
 from maniple.wire.messages import Message, Refusal, Welcome
 from maniple.wire.proof import introduce
-from maniple.wire.stream import TIMEOUT_S
+from maniple.wire.stream import TIMEOUT_S, Stream, connect
 
 if TYPE_CHECKING:
     import ssl

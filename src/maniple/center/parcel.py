@@ -4,7 +4,8 @@ import numpy as np
 
 from maniple.contracts import Array
 from maniple.layout import Layout
-from maniple.wire import Codec, Stream, codec
+from maniple.wire.codecs import Codec, codec
+from maniple.wire.stream import Stream
 
 _PLAIN = codec("float32")
 

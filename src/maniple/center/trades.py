@@ -13,8 +13,8 @@ import numpy as np
 from maniple.center.remote import Remote
 from maniple.contracts import Act, Array, Exchanger, Model, Moment, OnValue
 from maniple.errors import BadFrame
-from maniple.wire import Stream
 from maniple.wire.messages import Answer, Offer
+from maniple.wire.stream import Stream
 
 _BLOCK = 1 << 16
 

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 from maniple.center.segment import Segment
 from maniple.center.stage import Stage
-from maniple.wire import Stream
+from maniple.wire.stream import Stream
 
 
 class Superseded(ConnectionError):

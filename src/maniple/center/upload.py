@@ -8,8 +8,9 @@ from maniple.center.stage import Stage
 from maniple.contracts import Array
 from maniple.errors import BadFrame, ManipleError
 from maniple.layout import Layout
-from maniple.wire import CODECS, Codec, Stream, codec
+from maniple.wire.codecs import CODECS, Codec, codec
 from maniple.wire.messages import Create, Value
+from maniple.wire.stream import Stream
 
 
 class Upload:

@@ -16,7 +16,8 @@ from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
 from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment
 from maniple.rules import RULES, parse_rule
-from maniple.wire import CODECS, Address
+from maniple.wire.address import Address
+from maniple.wire.codecs import CODECS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

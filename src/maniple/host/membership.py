@@ -5,7 +5,7 @@ import threading
 from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
 from maniple.errors import InvalidArgument
 from maniple.record import Events
-from maniple.wire import Stream
+from maniple.wire.stream import Stream
 
 
 class Membership:

@@ -30,10 +30,9 @@ from maniple.host.saving import save_as
 from maniple.place import Place, find
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
-from maniple.wire import Stream
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Proof, Refusal, Welcome
 from maniple.wire.proof import HALF_OPEN_S, admit
-from maniple.wire.stream import prepare
+from maniple.wire.stream import Stream, prepare
 from maniple.wire.tls import host_context
 
 SILENCE_S = 10.0  # a worker that has not beaten for so long counts as dead until it does

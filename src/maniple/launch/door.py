@@ -21,7 +21,7 @@ from maniple.launch.child import Child
 from maniple.place import Place, environment
 from maniple.record import Folder
 from maniple.record.folder import write_json
-from maniple.wire import Address
+from maniple.wire.address import Address
 from maniple.wire.proof import fresh_token
 from maniple.wire.tls import host_context, make_certificate
 

@@ -11,7 +11,7 @@ from maniple.errors import InvalidArgument
 from maniple.host.host import KEEP
 from maniple.launch.door import Listen
 from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
-from maniple.wire import codec
+from maniple.wire.codecs import codec
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ way ends the connection.
 
 import contextlib
 import fcntl
+import os
 import socket
 import struct
 import termios
 import time
+import weakref
 from array import array
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +28,9 @@ TIMEOUT_S = 30.0
 _BUFFER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _DEAD_AFTER_MS = 10_000  # data that nobody has acknowledged for so long: the network or the machine is gone
+
+
+_opened: "weakref.WeakSet[Stream]" = weakref.WeakSet()
 
 
 class Stalled(ConnectionError):
@@ -52,6 +57,7 @@ class Stream:
         self._head = memoryview(bytearray(HEAD.size))
         self._header = memoryview(bytearray(1024))
         self.sent_bytes = self.received_bytes = 0
+        _opened.add(self)
         self._timeout_s = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -202,3 +208,13 @@ def prepare(
         return TlsPipe(link, tls, is_host=is_host, timeout_s=timeout_s)
     link.settimeout(None)
     return link
+
+
+def _close_in_child() -> None:
+    # A forked child (a data loader's, say) would keep its parent's connections open after the parent's death, and
+    # the other side would not hear of it.
+    for stream in list(_opened):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

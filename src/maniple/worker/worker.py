@@ -20,7 +20,6 @@ from maniple.place import Place, find
 from maniple.record import Events
 from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler
-from maniple.wire import codec
 from maniple.worker.replica import Replica
 from maniple.worker.seat import take_seat
 from maniple.worker.stop import StopAfter
@@ -140,7 +139,10 @@ class Worker:
         rule = _settled("rule", rule, parse_rule(asked.rule) if asked.rule else None, EASGD())
         pace = _settled("pace", pace, parse_pace(asked.pace) if asked.pace else None, Every(rule.every))
         wire = _settled("wire", wire, asked.wire, "float32")
-        codec(wire)
+        if wire != "float32":
+            from maniple.wire.codecs import codec
+
+            codec(wire)  # says which there are, before anything is shared
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
         if self._seat is not None:
