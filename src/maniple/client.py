@@ -90,6 +90,7 @@ class Client:
         layout = self._layout(name)
         entry = layout.entries[0]
         data = self._checked(layout, value, entry.shape, alpha, beta)
+        alpha, beta = self._weight(layout, alpha), self._weight(layout, beta)
 
         def offer(sequence: int) -> Message:
             return Offer(ARRAY + name, 0, sequence, 0, "blend", alpha, beta, "float32", 0, "none")
@@ -199,6 +200,10 @@ class Client:
                 )
         return np.ascontiguousarray(array, dtype).reshape(-1)
 
+    def _weight(self, layout: Layout, weight: Any) -> float | int:
+        """A weight as the wire has it: whole numbers stay whole."""
+        return int(weight) if layout.places[0][0].startswith(("int", "uint")) else float(weight)
+
     def _take(self, name: str, layout: Layout, positions: Array) -> Array:
         def take() -> Array:
             stream = self._link.stream()
@@ -221,6 +226,7 @@ class Client:
                 f"the same element of {name!r} is given twice, which alpha={alpha} cannot weigh in one push. "
                 "Give each element once, or push differences with alpha=1: those add up."
             )
+        alpha, beta = (self._weight(self._layout(name), weight) for weight in (alpha, beta))
         self._apply(name, lambda sequence: Put(ARRAY + name, flat.size, sequence, alpha, beta), flat, data)
 
     def _apply(self, name: str, message: Callable[[int], Message], *payload: Array) -> None:
@@ -244,6 +250,7 @@ class Client:
                     )
                 return
             except ManipleError:
+                self._link.drop("refused")
                 raise
             except OSError as error:
                 self._link.drop(str(error))
@@ -251,6 +258,9 @@ class Client:
                     return
                 if time.monotonic() > deadline:
                     raise HostAway(f"a push to {name!r} was cut off again and again: {error}") from error
+            except BaseException:  # interrupted: a late answer must not be taken for that of another push
+                self._link.drop("interrupted")
+                raise
 
     def _was_applied(self, name: str, sequence: int, deadline: float) -> bool:
         left_s = max(0.0, deadline - time.monotonic())

@@ -108,7 +108,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         certificate=_path(env, "MANIPLE_CERTIFICATE"),
         key=_path(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
-        host_deadline_s=float(env.get("MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S)),
+        host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
     )
 
 
@@ -147,6 +147,14 @@ def _token(env: Mapping[str, str]) -> str | None:
 def _path(env: Mapping[str, str], name: str) -> Path | None:
     text = env.get(name)
     return Path(text) if text else None
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, str(default))
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgument(f"{name}={text!r} is no number of seconds. Unset it or give it one.") from None
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

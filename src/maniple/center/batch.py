@@ -13,7 +13,8 @@ from maniple.layout import Layout
 from maniple.wire.messages import Answer, Ask, Offer, Told
 from maniple.wire.stream import Stream
 
-_SMALL_BYTES = 1 << 16  # so much fits into the buffers on the way: no second thread is needed
+_FEW = 256
+_SMALL_BYTES = 1 << 16  # with a few headers, so much fits into the buffers on the way: no second thread is needed
 
 
 def ask(link: Link, center: str, sequence: int, first: int, parameters: Sequence[int]) -> list[bool]:
@@ -32,6 +33,10 @@ class Trade(Protocol):
     def offer(self, i: int, sequence: int, item: int) -> Offer: ...
     def payload(self, i: int) -> Array: ...
     def take(self, i: int, answer: Answer, stream: Stream, size: int) -> None: ...
+    def begin(self) -> None:
+        """A pass over the model begins."""
+        ...
+
     def settle(self, i: int) -> None:
         """Parameter i was applied, but its answer was lost."""
         ...
@@ -52,7 +57,7 @@ class Batch:
     def run(self, outcome: Outcome, size_bytes: int) -> None:
         """Send all offers and take all answers; OSError if the connection breaks on the way."""
         stream = self._link.stream()
-        if size_bytes <= _SMALL_BYTES:
+        if size_bytes <= _SMALL_BYTES and len(self._parameters) <= _FEW:
             self._send(stream)
             self._receive(stream, outcome)
             return
@@ -85,6 +90,8 @@ class Batch:
             applied = list(zip(open_items, told, strict=True))
             self._unsettled = [i for i, was_applied in applied if was_applied]
             self._unapplied = [i for i, was_applied in applied if not was_applied]
+        if self._unsettled:
+            self._trade.begin()
         while self._unsettled:
             self._trade.settle(self._unsettled[0])
             self._unsettled.pop(0)

@@ -5,11 +5,12 @@ applied already. Tries that fail are followed by a pause that doubles, up to a l
 workers of a host that returns do not all come at once.
 """
 
+import os
 import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from maniple.errors import BadFrame, HostAway, InvalidArgument, NotAdmitted, raise_remote
@@ -68,6 +69,8 @@ class Link:
         self.lineage = lineage
         self.reason = "no try was made yet"  # why it is not connected
         self.sequence = 0
+        self.unsettled: list[Callable[[], list[int]]] = []  # questions that a lost host has left open
+        self._pid = os.getpid()
         self._door, self._role, self._timeout_s = door, role, timeout_s
         self._may_try, self._on_restored = may_try, on_restored
         self._stream: Stream | None = None
@@ -89,6 +92,9 @@ class Link:
 
     def stream(self) -> Stream:
         """The connection, made if need be. HostAway if that fails, or if it is too early for another try."""
+        if os.getpid() != self._pid:  # forked: a worker of its own, which must not count on in its parent's name
+            self._pid, self._stream, self.sequence, self.unsettled = os.getpid(), None, 0, []
+            self._door = replace(self._door, worker=secrets.token_hex(8))
         if self._stream is None:
             if not self._may_try() or time.monotonic() < self._next_try:
                 raise HostAway(f"the host at {self._door.address} is away: {self.reason}")

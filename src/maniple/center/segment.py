@@ -28,6 +28,7 @@ NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
 _PREFIX = "maniple-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")  # only what a host has made is ever removed
+_MAKING = "making"
 _YOUNG_S = 60  # a segment without content may be in the making for so long
 
 
@@ -46,11 +47,23 @@ class Segment:
         self._guard: ByteLocks | None = None
 
     @classmethod
-    def create(cls, root: Path, lineage: str, run: Path) -> "Segment":
-        """Make the segment of a new run and guard it for as long as this process lives."""
+    def create(cls, root: Path, lineage: str, run: Path, *, is_making: bool = False) -> "Segment":
+        """Make the segment of a run and guard it for as long as this process lives.
+
+        With `is_making`, what is in it counts for nothing until `made` is called: whoever finds it after a crash
+        throws it away.
+        """
         path = root / f"{_PREFIX}{lineage}"
+        if (path / _MAKING).exists():
+            _discard(path)
         try:
             path.mkdir(mode=0o700)
+            if is_making:
+                (path / _MAKING).touch()
+        except FileExistsError:
+            raise InvalidArgument(
+                f"the run {run} is going on, or its memory {path} is still being freed. End it first, or wait a minute."
+            ) from None
         except OSError as error:
             raise _refusal(root, error) from error
         try:
@@ -72,7 +85,7 @@ class Segment:
     def adopt(cls, root: Path, lineage: str, run: Path) -> "Segment | None":
         """Take over the segment of a run whose host was killed; None if nothing of it is left."""
         path = root / f"{_PREFIX}{lineage}"
-        if not (path / "members").exists():
+        if not (path / "members").exists() or (path / _MAKING).exists():
             return None
         guard = ByteLocks(path / "host")
         patience = Patience(timeout_s=3)
@@ -84,13 +97,17 @@ class Segment:
             raise InvalidArgument(
                 f"the run {run} is going on: its host is alive. Join it with `maniple join`, or end it first."
             ) from None
-        (path / "host").write_bytes(msgspec.json.encode({"pid": os.getpid(), "run": str(run)}))
+        _write_owner(path / "host", run)
         segment = cls(path)
         segment._guard = guard
         for rank in range(MAX_WORKERS):
             if segment.state(rank) == LIVE:
                 segment.mark(rank, DEAD)
         return segment
+
+    def made(self) -> None:
+        """All is in it now."""
+        (self.path / _MAKING).unlink(missing_ok=True)
 
     @property
     def live(self) -> int:
@@ -145,6 +162,23 @@ def _refusal(root: Path, error: OSError) -> SharedMemoryFull:
     )
 
 
+def _write_owner(path: Path, run: Path) -> None:
+    """Write who owns a segment over what stood there, without a moment in which nothing does."""
+    record = msgspec.json.encode({"pid": os.getpid(), "run": str(run)})
+    with path.open("r+b") as file:
+        file.write(record.ljust(path.stat().st_size))
+
+
+def _discard(path: Path) -> None:
+    """Remove a segment that a host was killed over while making it."""
+    guard = ByteLocks(path / "host")
+    try:
+        if guard.take(0):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        guard.close()
+
+
 def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
     if not (path / "host").exists():
         is_old = time.time() - path.stat().st_mtime > _YOUNG_S
@@ -155,6 +189,9 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
     try:
         if not guard.take(0):
             return False  # its host is alive
+        if (path / _MAKING).exists():
+            shutil.rmtree(path, ignore_errors=True)
+            return True
         try:
             run = Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
             segment = Segment(path)
@@ -162,6 +199,8 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
             # Its host was killed while making it, or is making it right now: there is nothing to save yet.
             if time.time() - path.stat().st_mtime < _YOUNG_S:
                 return False
+            if any(path.glob("center-*")) or any(path.glob("array-*")):
+                raise ValueError("it does not say which run it belongs to") from None
         else:
             try:
                 if run.is_dir():

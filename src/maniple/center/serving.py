@@ -47,12 +47,9 @@ from maniple.wire.messages import (
     Told,
     Value,
 )
-from maniple.wire.stream import TIMEOUT_S
+from maniple.wire.stream import NEVER_S, TIMEOUT_S
 
 T = TypeVar("T")
-NEVER_S = 1e9  # between exchanges a worker is silent; the kernel notices when it is gone
-_MAX_TABLE_BYTES = 64 << 20
-_ACTS = ("elastic", "blend", "compensated", "replace", "swap")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
 
@@ -70,16 +67,8 @@ class Serving:
         included: Callable[[str, str, int, int], bool],
         save: Callable[[str], str],
     ) -> None:
-        """
-        Args:
-            turn: the right to speak for `worker`.
-            segment: the run's shared memory.
-            worker: the worker's random name.
-            rank: its place, as far as known.
-            included: whether the snapshot that the center was restored from has a contribution, given by
-                worker, center, parameter and word.
-            save: writes all values to a file of the run folder.
-        """
+        """`included` tells whether the snapshot that the center was restored from has a contribution, given by
+        worker, center, parameter and word; `save` writes all values to a file of the run folder."""
         self._turn, self._stream = turn, turn.stream
         self._segment, self._worker, self._rank = segment, worker, rank
         self._included, self._save = included, save
@@ -121,16 +110,14 @@ class Serving:
         try:
             act(message, size)
         except MemoryError:
-            self._stream.send(Refusal("ManipleError", "the host has no memory for this."))
             raise BadFrame(f"{type(message).__name__} asked for more memory than there is.") from None
         except ManipleError as error:
-            self._stream.send(Refusal(type(error).__name__, str(error)))
             if isinstance(error, BadFrame) or not isinstance(message, Find | Pull | Save):
                 raise  # what follows in the stream was sent in the belief that this went well
+            self._stream.send(Refusal(type(error).__name__, str(error)))
 
     def _open(self, message: Open, size: int) -> None:
-        table = bytes(self._stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES))
-        model = Upload(self._stream, self._stage, table)
+        model = Upload(self._stream, self._stage, size)
         self._stream.set_timeout(TIMEOUT_S)  # a creator who falls silent must not keep the others from creating
         try:
             center, is_creator = Shared.open_or_create(
@@ -165,10 +152,11 @@ class Serving:
         i = message.i
         center, array = self._parameter(message.center, i)
         kind = checked_codec(message.codec, array)
-        if message.act not in _ACTS or message.answer not in _ANSWERS:
-            raise BadFrame(f"{message.act!r} with answer {message.answer!r} is nothing that a host does.")
+        if message.answer not in _ANSWERS:
+            raise BadFrame(f"{message.answer!r} is no kind of answer.")
         expect(size, kind.size_bytes(array.size, array.itemsize))
         check_weights(array, message.act, message.a, message.b)
+        self._finish()
         with self._turn.held():
             value = received(self._stream, self._stage, kind, array)
 
@@ -224,6 +212,7 @@ class Serving:
         self._stream.receive_into(values)
         check_positions(positions, array)
         check_weights(array, "blend", message.alpha, message.beta)
+        self._finish()
 
         def apply() -> Answer:
             word = self._next_word(message.sequence, 0)
@@ -238,7 +227,10 @@ class Serving:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < 1 << 38:
             raise BadFrame("a question about items that cannot be.")
         asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * MAX_ITEMS), np.int64)
+        self._finish()
         sequence, done = self._stage.position
+        if message.sequence < sequence:
+            raise BadFrame(f"a question about exchange {message.sequence}, after {sequence} has begun.")
         file = center_file(message.center)
 
         def was_applied(item: int, i: int) -> bool:
@@ -258,9 +250,19 @@ class Serving:
         expect(size, 0)
         try:
             path = self._save(message.path)
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, ManipleError):
+                raise
             raise InvalidArgument(f"{message.path!r} cannot be written at the host: {error}.") from None
         self._stream.send(Saved(path))
+
+    def _finish(self) -> None:
+        """Finish a contribution that an error, for want of memory say, has left half-done."""
+        intent = self._stage.pending()
+        center = Shared.open(self._segment, self._segment.path / intent.center) if intent is not None else None
+        if intent is not None and center is not None:
+            with contextlib.closing(center):
+                self._locked(center, intent.i, lambda: self._stage.finish(center, intent.i))
 
     def _next_word(self, sequence: int, item: int) -> int:
         """The word once this item is applied; it must be the next of its exchange, or the first of a newer one."""

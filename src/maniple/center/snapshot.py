@@ -10,13 +10,13 @@ each parameter, how far every remote worker's contributions had come in that ver
 host begins again from the snapshot learns which of its last contributions are in it.
 """
 
+import copy
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -60,9 +60,19 @@ class Manifest(msgspec.Struct):
 
 
 def write_snapshot(
-    segment: Segment, folder: Path, *, lineage: str, restored: int, versions: dict[str, str]
+    segment: Segment,
+    folder: Path,
+    *,
+    lineage: str,
+    restored: int,
+    versions: dict[str, str],
+    applied: dict[str, dict[str, list[int]]] | None = None,
 ) -> Path | None:
-    """Write the next snapshot to `folder`; None if there is nothing to save yet."""
+    """Write the next snapshot to `folder`; None if there is nothing to save yet.
+
+    `applied` is what the snapshot that this center was restored from has told: workers that were away since then
+    may still ask.
+    """
     centers = _open_all(segment)
     if not centers:
         return None
@@ -72,7 +82,7 @@ def write_snapshot(
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
-        manifest = Manifest(number, lineage, time.time(), restored, 0, [], {}, {}, versions)
+        manifest = Manifest(number, lineage, time.time(), restored, 0, [], {}, copy.deepcopy(applied or {}), versions)
         models = [center for center in centers if center.name.startswith("center-")]
         arrays = [center for center in centers if center not in models]
         for group, file in [
@@ -104,6 +114,8 @@ def prune(folder: Path, keep: int) -> None:
     there = [path for _, path in snapshots(folder)]
     whole = [path for path in there if _looks_whole(path)]
     for path in there[: there.index(whole[-keep])] if len(whole) > keep else []:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".snapshot-*"):  # of a host that was killed while writing it
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -187,7 +199,8 @@ def _write_group(segment: Segment, centers: list[Shared], path: Path, manifest: 
         def note() -> None:
             for worker, word in words(segment.path).items():
                 known = manifest.applied.setdefault(worker, {}).setdefault(center.name, [])
-                known += [0] * (i - len(known)) + [word]
+                known += [0] * (i + 1 - len(known))
+                known[i] = max(known[i], word)
 
         return center.read(i, note)
 
@@ -219,8 +232,3 @@ def newest_snapshot(folder: Path, lineage: str) -> tuple[Path, Manifest, list[st
             reasons.append(str(error))
     told = " ".join(reasons) or "There is none."
     raise InvalidArgument(f"no snapshot in {folder} can be used. {told} Start a new run instead.")
-
-
-def describe(manifest: Manifest) -> dict[str, Any]:
-    """What a person wants to know of a snapshot."""
-    return {"number": manifest.number, "saved": manifest.saved, "updates": manifest.updates}

@@ -162,7 +162,10 @@ class Stage:
         if self._head[_STATE] == 0:
             return None
         size = self._head[_INTENT_BYTES]
-        return msgspec.msgpack.decode(self._memory[_INTENT : _INTENT + size], type=Intent)
+        try:
+            return msgspec.msgpack.decode(self._memory[_INTENT : _INTENT + size], type=Intent)
+        except msgspec.DecodeError:
+            return None  # its owner is alive, and just writes another
 
     def shrink(self) -> None:
         """Give the room for values back; the word stays."""

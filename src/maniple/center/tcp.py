@@ -20,7 +20,7 @@ from maniple.errors import HostAway, ManipleError, WaitedTooLong
 from maniple.layout import Layout
 
 T = TypeVar("T")
-_SWAP_PATIENCE_S = 60.0
+_PATIENCE_S = 60.0
 
 
 class Tcp:
@@ -30,7 +30,6 @@ class Tcp:
         self.layout = remote.layout
         self._remote, self._rank, self._deadline_s, self._live = remote, rank, deadline_s, live
         self._sent: list[Array] | None = None  # what is under way, of rules that offer changes
-        self._open: Batch | None = None  # what the loss of the host has left open
 
     @classmethod
     def open_or_create(
@@ -79,7 +78,12 @@ class Tcp:
             return self._offer(Changes(self._remote, model, rule, act, memory=memory, sent=self._sent))
         values = Values(self._remote, model, rule, memory, act)
         outcome = self._offer(values)
-        self._remote.fetch(values.unclean, lambda i, c, _: _take_finite(model, i, c), is_plain=True)
+        try:
+            self._remote.fetch(values.unclean, lambda i, c, _: _take_finite(model, i, c), is_plain=True)
+        except ManipleError:
+            raise
+        except OSError as error:  # they are offered again, and refused again
+            self._remote.link.drop(str(error))
         return outcome
 
     def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
@@ -108,7 +112,8 @@ class Tcp:
             model.commit(i)
 
         def pull() -> list[str]:
-            self._settle()
+            if not is_look:  # which is forgotten again, and must not settle anything
+                self._settle()
             model.begin()
             return remote.fetch(self._order(), take)
 
@@ -123,51 +128,69 @@ class Tcp:
 
     def _offer(self, trade: Trade, *, ways: int = 2) -> Outcome:
         outcome = Outcome(size_bytes=ways * self._remote.size_bytes())
-        waiting = self._order()
+        waiting, since = self._order(), time.monotonic()
         while waiting:
-            waiting = self._run(trade, waiting, outcome)
+            left = self._run(trade, waiting, outcome)
+            if len(left) < len(waiting):
+                since = time.monotonic()
+            elif time.monotonic() - since > _PATIENCE_S:
+                raise HostAway(f"the connection to the host keeps breaking: {self._remote.link.reason}")
+            waiting = left
         return outcome
 
     def _run(self, trade: Trade, parameters: list[int], outcome: Outcome) -> list[int]:
         """Offer some parameters; gives those that a break has left unapplied."""
-        batch = self._open = Batch(self._remote.link, self._remote.name, self.layout, parameters, trade)
+        link = self._remote.link
+        batch = Batch(link, self._remote.name, self.layout, parameters, trade)
+        link.unsettled.append(batch.resolve)
+        unapplied: list[int] = []
         try:
             batch.run(outcome, outcome.size_bytes)
-            unapplied: list[int] = []
         except ManipleError as error:
-            self._remote.link.drop(str(error))
+            link.drop(str(error))
             raise
         except OSError as error:
-            self._remote.link.drop(str(error))
-            unapplied = self._resolve(batch)
-        self._open = None
+            link.drop(str(error))
+            unapplied = self._resolve(batch.resolve)
+        except BaseException:  # interrupted: what is still under way must not answer a later question
+            link.drop("interrupted")
+            raise
+        link.unsettled.remove(batch.resolve)
         self._remote.live = outcome.live or self._remote.live
         return unapplied
 
-    def _resolve(self, batch: Batch) -> list[int]:
+    def _resolve(self, resolve: Callable[[], list[int]]) -> list[int]:
+        link, deadline = self._remote.link, time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return batch.resolve()
-            except ManipleError:
+                return resolve()
+            except HostAway:
                 raise
-            except OSError as error:
-                self._remote.link.drop(str(error))
+            except (OSError, ManipleError) as error:
+                link.drop(str(error))
+                if not isinstance(error, OSError) or time.monotonic() > deadline:
+                    raise HostAway(f"the connection to the host keeps breaking: {error}") from error
+            except BaseException:
+                link.drop("interrupted")
+                raise
 
     def _settle(self) -> None:
-        """Answer the question that the loss of the host has left open."""
-        if self._open is not None:
-            self._resolve(self._open)
-            self._open = None
+        """Answer the questions that the loss of the host has left open, of all centers on this link: the host
+        remembers a worker's newest exchange only."""
+        link = self._remote.link
+        while link.unsettled:
+            self._resolve(link.unsettled[0])
+            link.unsettled.pop(0)
 
     def _swap(self, swap: Swap) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._remote.size_bytes())
         for i in self._order():
-            deadline = time.monotonic() + _SWAP_PATIENCE_S
+            deadline = time.monotonic() + _PATIENCE_S
             swap.is_done, torn = False, list[str]()
             while not swap.is_done:
                 if time.monotonic() > deadline:
                     raise WaitedTooLong(
-                        f"waited {_SWAP_PATIENCE_S:g} s to swap {self.layout.entries[i].name!r}, which others write "
+                        f"waited {_PATIENCE_S:g} s to swap {self.layout.entries[i].name!r}, which others write "
                         "all the time. Exchange less often, or use a rule that the host knows (easgd, asgd, downpour)."
                     )
                 try:
@@ -212,6 +235,9 @@ def insist(link: Link, act: Callable[[], T], deadline_s: float) -> T:
             link.drop(str(error))
             if time.monotonic() > deadline:
                 raise HostAway(f"the connection to the host keeps breaking: {error}") from error
+        except BaseException:  # interrupted: a late answer must not be taken for that of another question
+            link.drop("interrupted")
+            raise
 
 
 def _travels(rule: Exchanger) -> bool:

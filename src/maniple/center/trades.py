@@ -39,7 +39,7 @@ class Values:
         remote, x = self._remote, self._arrays.pop(i)
         remote.expect(i, size)
         if remote.parcels.codec(i).is_plain:
-            stream.receive_into(x)  # if it breaks half-way, each element has moved or will move the next time
+            stream.receive_in_blocks(x)  # if it breaks half-way, each element has moved or will move the next time
         else:
             x += remote.parcels.receive(i, stream)
             if not answer.is_clean:
@@ -50,6 +50,9 @@ class Values:
                 self._rule.rounded(x, self._memory[i])
         self._model.commit(i)
         remote.seen[i] = answer.version
+
+    def begin(self) -> None:
+        self._model.begin()
 
     def settle(self, i: int) -> None:
         pass
@@ -79,6 +82,9 @@ class Changes:
     def take(self, i: int, answer: Answer, stream: Stream, size: int) -> None:
         self._remote.expect(i, size)
         self._become(i, self._remote.parcels.receive(i, stream), answer.version)
+
+    def begin(self) -> None:
+        self._model.begin()
 
     def settle(self, i: int) -> None:
         self._remote.fetch([i], self._become)
@@ -119,6 +125,9 @@ class Whole:
         self._remote.seen[i] = answer.version
         if answer.is_clean:
             self.settle(i)
+
+    def begin(self) -> None:
+        self._model.begin()
 
     def settle(self, i: int) -> None:
         if self._on_value is not None:
@@ -165,6 +174,9 @@ class Swap:
         if answer.is_done:
             self._remote.seen[i] = answer.version
             self.settle(i)
+
+    def begin(self) -> None:
+        self._model.begin()
 
     def settle(self, i: int) -> None:
         x = self._model.array(i)

@@ -12,11 +12,15 @@ from maniple.wire.codecs import CODECS, Codec, codec
 from maniple.wire.messages import Create, Value
 from maniple.wire.stream import Stream
 
+_MAX_TABLE_BYTES = 64 << 20
+_ACTS = ("elastic", "blend", "compensated", "replace", "swap")
+
 
 class Upload:
     """A remote creator's model, whose values come one after the other once they are asked for."""
 
-    def __init__(self, stream: Stream, stage: Stage, table: bytes) -> None:
+    def __init__(self, stream: Stream, stage: Stage, table_bytes: int) -> None:
+        table = bytes(stream.receive_bytes(table_bytes, at_most=_MAX_TABLE_BYTES))
         try:
             self._layout = Layout.from_table(table)
         except ManipleError:
@@ -89,6 +93,8 @@ def checked_codec(name: str, array: Array) -> Codec:
 
 def check_weights(array: Array, act: str, a: float, b: float) -> None:
     """Nothing may fail once a contribution is being applied."""
+    if act not in _ACTS:
+        raise BadFrame(f"{act!r} is nothing that a host does.")
     is_whole = array.dtype.kind in "iu"
     for weight in (a, b):
         if not math.isfinite(weight) or (is_whole and not (isinstance(weight, int) and abs(weight) < 1 << 63)):

@@ -47,14 +47,31 @@ class Host:
         self.events.write("start", lineage=lineage, restored=self._restored.count, **asked)
 
     @classmethod
-    def start(cls, shared_memory: Path, runs: Path, name: str, asked: dict[str, Any], *, keep: int = KEEP) -> "Host":
-        """Begin a run: a new folder, a new segment, a new lineage."""
+    def start(
+        cls,
+        shared_memory: Path,
+        runs: Path,
+        name: str,
+        asked: dict[str, Any],
+        *,
+        keep: int = KEEP,
+        arrays: Path | None = None,
+    ) -> "Host":
+        """Begin a run: a new folder, a new segment, a new lineage; with the named arrays of a file, if one is given."""
         salvaged = sweep(shared_memory, _salvage)
         lineage = secrets.token_hex(8)
         folder = Folder.create(runs, name)
         try:
-            segment = Segment.create(shared_memory, lineage, folder.path)
+            segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
         except BaseException:
+            folder.discard()
+            raise
+        try:
+            if arrays is not None:
+                _bring(segment, arrays)
+            segment.made()
+        except BaseException:
+            segment.remove()
             folder.discard()
             raise
         folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=_versions(), node=platform.node())
@@ -97,11 +114,12 @@ class Host:
         else:
             sweep(shared_memory, _salvage)
             path, manifest = _chosen(folder, lineage, number, falls_back=falls_back, news=news)
-            segment = Segment.create(shared_memory, lineage, folder.path)
+            segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 restore(segment, path, manifest)
                 Restored(count, manifest.saved, manifest.applied).write(segment.path)
+                segment.made()
             except BaseException:
                 segment.remove()
                 raise
@@ -143,18 +161,11 @@ class Host:
         """Write a snapshot to the run folder, and remove all but the newest few; None if there is no center yet."""
         with self._saving:
             begin = time.perf_counter()
-            path = _write(self.segment, self.folder, self.lineage, self._restored.count)
+            path = _write(self.segment, self.folder, self.lineage, self._restored)
             if path is not None:
                 prune(self.folder.center, self._keep)
                 self.events.write("snapshot", name=path.name, duration=time.perf_counter() - begin)
             return path
-
-    def begin_with(self, path: Path) -> None:
-        """Make named arrays of a safetensors or HDF5 file that somebody has brought."""
-        for name, value in read_arrays(path).items():
-            entry = Entry(name, value.shape, str(value.dtype))
-            center, _ = Shared.open_or_create(self.segment, array_file(name), Brought(entry, value), rank=-1)
-            center.close()
 
     def abandon(self) -> None:
         """Undo the beginning of a run that cannot go on; what was there before stays."""
@@ -200,15 +211,30 @@ def _chosen(
     return path, manifest
 
 
-def _write(segment: Segment, folder: Folder, lineage: str, restored: int) -> Path | None:
-    return write_snapshot(segment, folder.center, lineage=lineage, restored=restored, versions=_versions())
+def _bring(segment: Segment, path: Path) -> None:
+    """Make named arrays of a safetensors or HDF5 file that somebody has brought."""
+    for name, value in read_arrays(path).items():
+        entry = Entry(name, value.shape, str(value.dtype))
+        center, _ = Shared.open_or_create(segment, array_file(name), Brought(entry, value), rank=-1)
+        center.close()
+
+
+def _write(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> Path | None:
+    return write_snapshot(
+        segment,
+        folder.center,
+        lineage=lineage,
+        restored=restored.count,
+        versions=_versions(),
+        applied=restored.applied,
+    )
 
 
 def _salvage(segment: Segment, run: Path) -> None:
     """Save what a host that was killed has left in memory."""
     folder = Folder(run)
     finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
-    _write(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path).count)
+    _write(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path))
     folder.describe(exit_code=None, ended="its host was killed; the center was saved by a later run")
 
 

@@ -49,7 +49,8 @@ class Membership:
         """A worker has come, or come back with the rank it had `before`; gives its rank."""
         with self._lock:
             rank = self._ranks.get(worker, before)
-            is_taken = worker not in self._ranks and rank in self._ranks.values()
+            is_new = worker not in self._ranks
+            is_taken = is_new and (rank < self._reserved or rank in self._ranks.values())
             if is_taken or not 0 <= rank < MAX_WORKERS:
                 rank = self._free()
             is_back = before >= 0

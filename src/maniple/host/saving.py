@@ -28,6 +28,8 @@ def save_as(segment: Segment, folder: Folder, name: str) -> str:
             "with .safetensors or .h5."
         )
     target = folder.center / path
+    if len(path.parts) == 1 and (path.stem == "arrays" or path.stem.startswith("center-")):
+        raise InvalidArgument(f"save({name!r}) would stand where the newest snapshot does. Choose another name.")
     if target.parent.is_symlink() or target.is_symlink() or any(p.name.startswith("snapshot-") for p in path.parents):
         raise InvalidArgument(f"save({name!r}) would change a snapshot. Choose another name.")
     opened = [center for p in segment.centers() if (center := Shared.open(segment, p)) is not None]

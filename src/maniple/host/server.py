@@ -19,7 +19,7 @@ from typing import Any
 
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
-from maniple.center.serving import NEVER_S, Serving
+from maniple.center.serving import Serving
 from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
 from maniple.center.turns import Left, Turns
@@ -32,7 +32,7 @@ from maniple.record import Events, Folder
 from maniple.rules import warm_up
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Proof, Refusal, Welcome
 from maniple.wire.proof import HALF_OPEN_S, admit
-from maniple.wire.stream import Stream, prepare
+from maniple.wire.stream import NEVER_S, Stream, prepare
 from maniple.wire.tls import host_context
 
 SILENCE_S = 10.0  # a worker that has not beaten for so long counts as dead until it does
@@ -115,7 +115,9 @@ class Server:
                 self._half_open.pop(number, None)
             try:
                 self._talk(stream, proof)
-            except ManipleError:
+            except ManipleError as error:
+                with contextlib.suppress(OSError):
+                    stream.send(Refusal(type(error).__name__, str(error)))
                 stream.linger()
                 raise
         except (OSError, ManipleError):

@@ -40,6 +40,11 @@ class Listen:
 
     def check(self) -> None:
         """Raise InvalidArgument if it cannot be done."""
+        if self.address.path is not None:
+            raise InvalidArgument(
+                f"--listen {self.address} is no address for other machines. Give HOST:PORT; workers of this machine "
+                "find a socket in the run folder by themselves."
+            )
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgument("--certificate and --key belong together, and one is missing. Give both, or none.")
 
@@ -122,6 +127,7 @@ class Door(Child):
                 "address": str(self.public),
                 "unix": str(self.unix) if self.unix else None,
                 "certificate": str(self.place.certificate) if self.place.certificate else None,
+                "key": str(self.place.key) if self.place.key else None,
                 "lineage": self._host.lineage,
                 "node": socket.gethostname(),
                 "pid": os.getpid(),
@@ -140,9 +146,10 @@ def _token(folder: Folder) -> str:
     if path.exists():
         return path.read_text().strip()
     token = fresh_token()
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(number, "w") as file:
+    beside = path.with_name(f".token.{os.getpid()}")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
+    beside.rename(path)
     return token
 
 
@@ -151,6 +158,8 @@ def _certificate(folder: Folder, listen: Listen) -> dict[str, Path]:
     certificate, key = folder.path / "certificate.pem", folder.path / "key.pem"
     if listen.certificate is not None and listen.key is not None:
         certificate, key = listen.certificate.resolve(), listen.key.resolve()
+    elif (given := _known(folder)).get("key") and Path(given["key"]).exists():
+        certificate, key = Path(given["certificate"]), Path(given["key"])
     elif not listen.tls and not key.exists():
         return {}
     elif not key.exists():

@@ -18,7 +18,7 @@ from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.view import View, open_view
-from maniple.place import Place, asked_threads, shared_memory
+from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
 from maniple.record import Folder
 from maniple.record.folder import fresh_name
 
@@ -50,10 +50,8 @@ def _begin(job: Job) -> "_Run":
         host = Host.resume(shared_memory(), run, job.asked(), number=job.snapshot, falls_back=falls_back, keep=job.keep)
     else:
         name = job.name or fresh_name(job.runs, job.script or Path("host"))
-        host = Host.start(shared_memory(), job.runs, name, job.asked(), keep=job.keep)
+        host = Host.start(shared_memory(), job.runs, name, job.asked(), keep=job.keep, arrays=job.arrays)
     try:
-        if job.arrays is not None:
-            host.begin_with(job.arrays)
         return _Run(job, host)
     except BaseException:
         host.abandon()
@@ -64,6 +62,8 @@ def _remembered(job: Job, run: Path) -> Job:
     """The job with what was asked for when the run began, where nothing else is asked for now."""
     before: dict[str, Any] = Folder(run.resolve()).read().get("asked", {})
     known = {name: before.get(name) for name in ("rule", "pace", "wire") if getattr(job, name) is None}
+    if job.seed == DEFAULT_SEED:
+        known["seed"] = before.get("seed", DEFAULT_SEED)
     return replace(job, **known)
 
 
@@ -170,7 +170,7 @@ class _Run:
         self._host.events.write("server died", exit_code=exit_code)
         self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
 
-    def _tell_unsaved(self, error: OSError) -> None:
+    def _tell_unsaved(self, error: Exception) -> None:
         self._tell(self._view.error, f"no snapshot could be written: {error}. Training goes on.")
 
     def _mind_death(self, process: Process) -> None:

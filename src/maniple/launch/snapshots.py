@@ -10,7 +10,7 @@ from maniple.host import Host
 class Snapshots:
     """Writes a snapshot every so many seconds for the length of a `with` block; never, if that is 0."""
 
-    def __init__(self, host: Host, every_s: float, on_failure: Callable[[OSError], None]) -> None:
+    def __init__(self, host: Host, every_s: float, on_failure: Callable[[Exception], None]) -> None:
         self._host, self._every_s, self._on_failure = host, every_s, on_failure
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="maniple-snapshots", daemon=True)
@@ -30,6 +30,6 @@ class Snapshots:
         while not self._end.wait(self._every_s):
             try:
                 self._host.save()
-            except OSError as error:  # a full disk, or a worker that is stopped while it holds a parameter
+            except Exception as error:  # a full disk, or a worker that is stopped while it holds a parameter
                 self._host.events.write("unsaved", error=str(error))
                 self._on_failure(error)

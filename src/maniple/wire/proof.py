@@ -45,12 +45,13 @@ def admit(stream: Stream, token: str, welcome: Callable[[bytes], Welcome]) -> Pr
 
 def introduce(stream: Stream, token: str, role: str, worker: str) -> Welcome:
     """The worker's side: prove oneself and check the host; gives its welcome, or raises."""
-    hello = stream.receive_message()
+    deadline = time.monotonic() + HALF_OPEN_S
+    hello = stream.receive_message(deadline=deadline)
     if not isinstance(hello, Hello):
         raise BadFrame("the other side did not say hello")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     stream.send(Proof(nonce, _worker_mac(token, hello.nonce, nonce, role, worker), role, worker))
-    answer = stream.receive_message()
+    answer = stream.receive_message(deadline=deadline)
     if isinstance(answer, Refusal):
         raise NotAdmitted(
             f"the host refuses this worker: {answer.reason}. Take the token from the run's own folder (file `token`)."

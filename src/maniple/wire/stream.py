@@ -15,6 +15,9 @@ import weakref
 from array import array
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from maniple.contracts import Array
 from maniple.errors import BadFrame
 from maniple.wire.address import Address
 from maniple.wire.frames import HEAD, MAX_HEADER_BYTES, decode_head, decode_header, encode
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
 
 Buffer = Any  # bytes, or anything that lies in memory as they do: an array
 TIMEOUT_S = 30.0
+NEVER_S = 1e9  # between exchanges a worker is silent; the kernel notices when it is gone
 _BUFFER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
+_BLOCK = 1 << 15  # elements, which stay in the cache between their arrival and their copy
 _DEAD_AFTER_MS = 10_000  # data that nobody has acknowledged for so long: the network or the machine is gone
 
 
@@ -56,6 +61,7 @@ class Stream:
         self._max_payload_bytes = max_payload_bytes
         self._head = memoryview(bytearray(HEAD.size))
         self._header = memoryview(bytearray(1024))
+        self._block = np.empty(0, np.uint8)
         self.sent_bytes = self.received_bytes = 0
         _opened.add(self)
         self._timeout_s = 0.0
@@ -111,6 +117,16 @@ class Stream:
         view = memoryview(target)
         if view.nbytes:
             self._fill(view.cast("B"), None)
+
+    def receive_in_blocks(self, target: Array) -> None:
+        """Fill an array with payload, block by block: if the connection breaks, each element is old or new."""
+        for start in range(0, target.size, _BLOCK):
+            part = target[start : start + _BLOCK]
+            if self._block.size < part.nbytes:
+                self._block = np.empty(part.nbytes, np.uint8)
+            block = self._block[: part.nbytes]
+            self._fill(block.data, None)
+            part[:] = block.view(target.dtype)
 
     def receive_bytes(self, size: int, *, at_most: int) -> bytearray:
         """A small payload."""

@@ -9,6 +9,7 @@ import datetime
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +27,9 @@ class TlsPipe:
         self._tls = context.wrap_bio(self._encrypted, self._outgoing, server_side=is_host)
         self._lock = threading.Lock()  # of the two BIOs and the state between them
         self._turn = threading.Lock()  # records leave in the order in which they were made
-        link.settimeout(timeout_s)
+        deadline = time.monotonic() + timeout_s
         while True:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 self._tls.do_handshake()
                 break
@@ -153,10 +155,13 @@ def make_certificate(certificate: Path, key: Path) -> None:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(secret, hashes.SHA256())
     )
-    key.touch(mode=0o600)
-    key.write_bytes(
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    beside = key.with_name(f".{key.name}")
+    beside.unlink(missing_ok=True)
+    beside.touch(mode=0o600)
+    beside.write_bytes(
         secret.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
     )
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    beside.rename(key)

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable
 
 from maniple.center.link import Door, Link, checked
+from maniple.center.tcp import insist
 from maniple.errors import BadFrame, ManipleError
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
 
 BEAT_S = 1.0
 _MOST_ROWS = 100_000  # kept while the host is away
-_ROWS_PER_BEAT = 4000
+_BEAT_BYTES = 1 << 20
 _GOODBYE_S = 10.0  # a host that is being started again is back by then
 _ANSWER_S = 6.0  # a host that has not answered a beat for so long is away
 
@@ -35,8 +36,7 @@ class Control:
         self._away_since: float | None = None
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
-        self._link.wait(time.monotonic() + deadline_s)
-        self.joined = self._join(-1)
+        self.joined = insist(self._link, lambda: self._join(-1), deadline_s)
         self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
         self._thread.start()
 
@@ -64,7 +64,8 @@ class Control:
 
     def write(self, row: bytes) -> None:
         """Send a row with the next beat."""
-        self._rows.append(row)
+        if len(row) < _BEAT_BYTES:  # what is larger was logged by mistake
+            self._rows.append(row)
 
     def leave(self, patience_s: float = _GOODBYE_S) -> None:
         """Send the last rows and say goodbye; a host that is away is waited for a little."""
@@ -87,13 +88,15 @@ class Control:
                 if not self._link.is_connected:
                     self._link.stream()
                     self._join(self.joined.rank)
-                while len(self._rows) > _ROWS_PER_BEAT or (is_last and len(self._rows)):
+                while self._rows and not self.is_over:
                     self._beat()
                 self._beat(is_last=is_last)
                 self._away_since = None
             except (OSError, ManipleError) as error:
                 self._link.drop(str(error))
-                self._away_since = self._away_since or time.monotonic()
+                if self._away_since is None:
+                    self._away_since = time.monotonic()
+                    self.on_away()
                 if is_last and time.monotonic() < self._leave_by:
                     time.sleep(0.05)
                     continue
@@ -105,7 +108,10 @@ class Control:
     def _beat(self, *, is_last: bool = False) -> None:
         if not self._under_way:
             self._number += 1
-            self._under_way = [self._rows.popleft() for _ in range(min(len(self._rows), _ROWS_PER_BEAT))]
+            size = 0
+            while self._rows and size < _BEAT_BYTES:
+                self._under_way.append(self._rows.popleft())
+                size += len(self._under_way[-1])
         stream = self._link.stream()
         stream.send(Beat(self._number, is_last and not self._rows), b"".join(self._under_way))
         answer = stream.receive_message()

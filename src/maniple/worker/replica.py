@@ -1,5 +1,6 @@
 """The replica: this worker's own copy of the parameters, and its dealings with the center."""
 
+import functools
 import time
 import warnings
 from collections.abc import Generator
@@ -111,7 +112,8 @@ class Replica:
         """Set the replica to the center."""
         self._refuse_inside_center("pull() was called")
         if self._center is not None:
-            outcome, cost_s = self._timed("pull", self._center.pull, self._model, self._remember)
+            with self._insisting():
+                outcome, cost_s = self._timed("pull", self._center.pull, self._model, self._remember)
             self.pace.expect(2 * cost_s, 2 * outcome.size_bytes)
             self._worker.end_if_told()
 
@@ -119,7 +121,8 @@ class Replica:
         """Set the center to the replica, whole; values that are not finite are refused."""
         self._refuse_inside_center("push() was called")
         if self._center is not None:
-            self._timed("push", self._center.push, self._model, self._remember)
+            with self._insisting():
+                self._timed("push", self._center.push, self._model, self._remember)
             self._worker.end_if_told()
 
     @contextmanager
@@ -144,7 +147,8 @@ class Replica:
         self._copy(into=own)
         self._is_center = True
         try:
-            center.pull(self._model, look, is_look=True)
+            with self._insisting():
+                self._timed("look", functools.partial(center.pull, is_look=True), self._model, look)
             center.release()
             yield
         finally:
@@ -180,6 +184,20 @@ class Replica:
         dtypes = [dtype for dtype, _, _ in self._layout.places]
         write_tensors(folder / name, self._layout.entries, dtypes, self._model.array)
         return folder / name
+
+    @contextmanager
+    def _insisting(self) -> Generator[None]:
+        """What this worker cannot go on without: a host that is away is waited for, one that has ended is not."""
+        if self._worker.is_over:
+            raise HostAway(
+                "the host has ended the run, so there is no center to look at or to change any more. It is saved in "
+                "the run folder; look at `worker.should_stop` before."
+            )
+        try:
+            yield
+        except HostAway:
+            self._worker.mind_absence(self)
+            raise
 
     def _mind_absence(self, error: HostAway) -> None:
         if not self._is_away:

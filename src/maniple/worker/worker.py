@@ -249,11 +249,11 @@ class Worker:
         """The script has ended; if the last exchange fails, the process must not end as if all were well."""
         try:
             self.leave()
-        except ManipleError as error:
+        except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(error.exit_code)
+            os._exit(error.exit_code if isinstance(error, ManipleError) else 1)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM: end as if the script had ended here, so that the last exchange is made."""
