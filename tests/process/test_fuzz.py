@@ -267,7 +267,8 @@ class Attacker:
             )
             return put, self._positions(count) + rng.randbytes(count * own.itemsize)
         if kind < 0.8:
-            ask = Ask(self._any_name(), self._mostly(range(9), NUMBERS), self._mostly(range(9), NUMBERS))
+            sequence = self._mostly(range(self._sequence, self._sequence + 3), NUMBERS)
+            ask = Ask(self._any_name(), sequence, self._mostly(range(9), NUMBERS))
             return ask, self._positions(rng.randrange(4))
         if kind < 0.98:
             return Find(self._any_name()), b""
