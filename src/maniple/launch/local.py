@@ -32,14 +32,14 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_local(job: Job) -> int:
     """Run `job` on this machine; gives the exit code."""
     job.check()
-    # From here on there is something to leave behind: a signal waits until the run can end in order.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    # From here on there is something to leave behind: a signal is noted, and waits until the run can end in order.
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _ENDING}
     try:
-        life = _begin(job)
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-        raise
-    return life.run()
+        return _begin(job).run(noted)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _begin(job: Job) -> "_Run":
@@ -94,12 +94,14 @@ class _Run:
         self._view = open_view(quiet=job.quiet)
         self._is_hurried = False
 
-    def run(self) -> int:
+    def run(self, noted: list[int]) -> int:
+        """Until its end; `noted` are the signals that came before it could begin."""
         exit_code = _OTHER
         with self._signals(), self._view:
             self._greet()
             try:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+                if noted:
+                    raise KeyboardInterrupt
                 with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
                     self._watch()
                 exit_code = 0
