@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,7 +42,6 @@ from maniple.wire.messages import (
     Value,
 )
 
-T = TypeVar("T")
 _MAX_LIST_BYTES = 64 << 20
 
 

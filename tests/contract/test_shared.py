@@ -1,8 +1,6 @@
 """What only the center in shared memory has: locks that die with their holder, torn writes, segments, snapshots."""
 
-import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +19,8 @@ from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.center.snapshot import write_snapshot
 from maniple.contracts import Moment
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
+
+from ..limits import file_limit
 
 LINEAGE = "0123456789abcdef"
 SWEPT = 120  # seconds ago: older than anything that may be in the making
@@ -54,17 +54,6 @@ def some(fill: float = 0.0) -> dict[str, np.ndarray]:
 
 def exchange(center: Shared, params, rule: Rule | None = None):
     return center.exchange(adapt(params), rule or EASGD(0.5), None, Moment())
-
-
-@contextlib.contextmanager
-def file_limit(size_bytes: int):
-    """No file of this process may grow beyond `size_bytes`: a full disk, as far as the writer sees."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # Versions and torn writes

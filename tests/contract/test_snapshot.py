@@ -1,8 +1,6 @@
 """Snapshots: whole or absent, checked before they are trusted, restored as they were."""
 
-import contextlib
 import json
-import resource
 import threading
 import time
 
@@ -21,6 +19,8 @@ from maniple.errors import InvalidArgument
 from maniple.host import Host
 from maniple.record import Folder, read_events
 
+from ..limits import file_limit
+
 LINEAGE = "0123456789abcdef"
 
 
@@ -30,17 +30,6 @@ def segment(tmp_path):
     segment = Segment.create(tmp_path / "shm", LINEAGE, tmp_path)
     yield segment
     segment.remove()
-
-
-@contextlib.contextmanager
-def file_limit(size_bytes: int):
-    """No file of this process may grow beyond `size_bytes`: a full disk, as far as the writer sees."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def some() -> dict[str, np.ndarray]:
