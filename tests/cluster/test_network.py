@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maniple.host.server import SILENCE_S
+from maniple.host.control import SILENCE_S
 from maniple.record import Row, read_events
 from tests.cluster.conftest import Network
 from tests.process.conftest import await_

@@ -79,12 +79,14 @@ def test_two_workers_with_data_loader_processes_share_one_model(run):
         "0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "3.weight", "3.bias",
     }  # fmt: skip
     assert all(np.isfinite(value).all() for value in center.values())
+    # 400 samples, 3 times, by whoever comes first
+    assert sum(done.events(rank, "progress")[-1]["samples"] for rank in (0, 1)) == 1200
     for rank in (0, 1):
-        # half of 400 samples in batches of 40, 3 times; an exchange every 2 steps and one for the last step
-        assert done.events(rank, "progress")[-1]["samples"] == 600
-        assert len(done.events(rank, "exchange")) == 8
+        steps = done.events(rank, "progress")[-1]["step"]
+        # an exchange every 2 steps and one for the last step
+        assert len(done.events(rank, "exchange")) == -(-steps // 2)
         losses = [row["loss"] for row in done.events(rank, "log")]
-        assert len(losses) == 15
+        assert len(losses) == steps
         assert all(isinstance(loss, float) for loss in losses)
 
 

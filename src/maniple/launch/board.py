@@ -30,6 +30,7 @@ class Board:
     """All workers' standings, kept up to date by following their events and logs."""
 
     def __init__(self, folder: Folder, workers: int) -> None:
+        self._own = workers  # the launcher itself knows what becomes of these
         self.standings = [Standing() for _ in range(workers)]
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
         self._steps_before = self._samples_before = 0  # of workers that died and were restarted
@@ -72,8 +73,7 @@ class Board:
         state = {"joined": "training", "returned": "training", "lost": "lost", "left": "done"}.get(
             str(row.get("event"))
         )
-        if state is not None:
-            rank = int(row["worker"])
+        if state is not None and (rank := int(row["worker"])) >= self._own:
             while len(self.standings) <= rank:
                 self._events.append(Tail(self._folder.events(len(self.standings))))
                 self._logs.append(Tail(self._folder.log(len(self.standings))))

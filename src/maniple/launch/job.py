@@ -2,15 +2,16 @@
 
 import difflib
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
+from maniple.controller.loading import arguments, split
 from maniple.errors import InvalidArgument
+from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.launch.door import Listen
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -38,6 +39,9 @@ class Job:
     resume: Path | None = None  # the folder of the run to go on with
     snapshot: int | None = None  # the one to go on from; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
+    limits: Limits = field(default_factory=Limits)
+    controller: str | None = None  # FILE.py:CLASS; None: the default one
+    controller_args: tuple[str, ...] = ()  # NAME=VALUE
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -58,6 +62,12 @@ class Job:
             raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
         if self.wire is not None:
             codec(self.wire)
+        self.limits.check()
+        if self.controller is not None:
+            split(self.controller)
+        elif self.controller_args:
+            raise InvalidArgument("--controller-arg is for a controller of one's own. Add --controller FILE.py:CLASS.")
+        arguments(self.controller_args)
         if self.listen is not None:
             self.listen.check()
         if self.script is not None and not self.script.is_file():
@@ -77,6 +87,9 @@ class Job:
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
+            "controller": self.controller,
+            "controller_args": list(self.controller_args),
+            **asdict(self.limits),
         }
 
     def arguments(self, rank: int) -> list[str]:
