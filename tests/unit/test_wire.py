@@ -7,6 +7,7 @@ import threading
 import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -271,10 +272,23 @@ def test_silence_is_stalled_within_its_timeout(pair):
         here, there = pair()
         here._pipe.sendall(before)
         there.set_timeout(0.05)
+        waits = []
+        there._pipe = _counted(there._pipe, waits)
         begin = time.monotonic()
         with pytest.raises(Stalled, match=r"no byte for 0\.05 s"):
             there.receive()
         assert 0.04 < time.monotonic() - begin < 5
+        assert len(waits) == 1 + bool(before), "silence was waited for twice"
+
+
+def _counted(pipe, waits):
+    """The same pipe; what it was asked to receive is noted in `waits`."""
+
+    def receive(view, size, flags):
+        waits.append(size)
+        return pipe.recv_into(view, size, flags)
+
+    return SimpleNamespace(recv_into=receive, fileno=pipe.fileno)
 
 
 def test_a_deadline_holds_though_bytes_come(pair):
