@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from .conftest import PATIENCE_S
+
 pytest.importorskip("torch")
 
 TRAINING = """
@@ -51,7 +53,7 @@ def alone(tmp_path: Path):
 
         path = tmp_path / "alone.py"
         path.write_text(textwrap.dedent(text))
-        done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr
         return result(done.stdout)
 
@@ -72,7 +74,7 @@ def test_one_worker_under_downpour_equals_plain_training_to_rounding(run, alone)
 
 
 def test_two_workers_with_data_loader_processes_share_one_model(run):
-    done = run(script("maniple.EASGD()", loaders=1), "-n", "2", timeout_s=100)
+    done = run(script("maniple.EASGD()", loaders=1), "-n", "2")
     assert done.process.returncode == 0, done.output
     center = done.center
     assert set(center) == {
@@ -109,8 +111,10 @@ def test_a_worker_needs_at_most_twice_the_model_more_than_the_plain_script(run, 
 
     path = tmp_path / "plain.py"
     path.write_text(textwrap.dedent(text).replace("LOOK", ""))
-    plain = json.loads(subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100).stdout)
-    shared = run(text.replace("LOOK", "with replica.center(): pass"), "-n", "1", timeout_s=100)
+    plain = json.loads(
+        subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S).stdout
+    )
+    shared = run(text.replace("LOOK", "with replica.center(): pass"), "-n", "1")
     assert shared.process.returncode == 0, shared.output
     more = json.loads(shared.log(0).splitlines()[-1]) - plain
     assert more <= 2 * 200e6, f"{more / 1e6:.0f} MB more for a model of 200 MB"
