@@ -99,7 +99,7 @@ class Decisions:
         """The answer to one of the three requests that need no controller of one's own."""
         powers = self.powers
         if request == "next":
-            self.count(who, 0, 0, int(number_of(info, "done", request)))
+            self.count(who, 0, 0, count_of(info, "done", request))
             verdict = "stop" if is_finished else self.next(who)
             if verdict == "validate" and powers is not None:
                 powers.keep_candidate()
@@ -123,6 +123,8 @@ class Decisions:
         if known.reason:
             return "stop"
         every = self.limits.validate_every
+        if known.validator == who:
+            known.validator = None  # it asks on without a loss: the answer did not reach it, or it does not validate
         if known.validator is not None:
             is_due = not self.is_alive(known.validator)  # it has died over it
         else:
@@ -154,10 +156,20 @@ class Decisions:
 
 def number_of(info: Mapping[str, Any], name: str, request: str) -> float:
     """A number that a worker has sent with its request; "nan" and "inf" may come as words or as nothing."""
-    value = info.get(name, 0 if name == "done" else "")
+    value = info.get(name, "")
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
         raise InvalidArgument(
             f"{request!r} came with {name}={value!r}, where a number is needed: ask({request!r}, {name}=0.5)."
         ) from None
+
+
+def count_of(info: Mapping[str, Any], name: str, request: str) -> int:
+    """How many of something a worker has told of with its request; none if it has not."""
+    value = info.get(name, 0)
+    if not (isinstance(value, int | float) and 0 <= value < math.inf):
+        raise InvalidArgument(
+            f"{request!r} came with {name}={value!r}, where a count is needed: ask({request!r}, {name}=10)."
+        )
+    return int(value)

@@ -57,7 +57,9 @@ def settings(command: Command) -> Command:
                 help="Go on with a run whose host has ended or was killed, in its own folder.",
             ),
             click.option(
-                "--snapshot", type=int, metavar="NUMBER", help="With --resume: from this snapshot, not the newest."
+                "--snapshot",
+                metavar="NUMBER|best",
+                help="With --resume: from this snapshot, or the best one validated, not from the newest.",
             ),
             click.option(
                 "--snapshot-every",

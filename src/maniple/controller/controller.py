@@ -50,6 +50,11 @@ class Controller:
         self.decisions.stop(reason)
 
     @property
+    def is_stopping(self) -> bool:
+        """Somebody has said stop, or a limit is reached."""
+        return bool(self.decisions.known.reason)
+
+    @property
     def batches(self) -> int:
         """The batches that all workers have made."""
         return self.decisions.batches

@@ -15,7 +15,7 @@ from maniple.host.server import Server
 from maniple.place import find
 from maniple.wire.tls import host_context
 
-UNUSABLE = 78  # the exit code that says that the controller cannot be used, however often it is tried
+UNUSABLE, BROKEN = 78, 79  # exit codes: the controller was given wrongly; its own code fails before it can serve
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit(UNUSABLE)
     except BaseException:
         traceback.print_exc()
-        sys.exit(UNUSABLE)
+        sys.exit(BROKEN)
     tls = host_context(place.certificate, place.key) if place.certificate and place.key else None
     listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     server = Server(place, place.token, tls, controller)

@@ -18,6 +18,8 @@ class Best:
 
     def __init__(self, folder: Path, write: Callable[[str], Path | None]) -> None:
         self._folder, self._write = folder, write
+        for path in folder.glob(f".{_CANDIDATE}.*"):  # of a server that was killed while writing it
+            shutil.rmtree(path, ignore_errors=True)
 
     def keep_candidate(self) -> None:
         """Keep the center as it is now."""

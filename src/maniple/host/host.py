@@ -85,15 +85,15 @@ class Host:
         run: Path,
         asked: dict[str, Any],
         *,
-        number: int | None = None,
+        which: str | None = None,
         falls_back: bool = False,
         most: int = KEEP,
     ) -> "Host":
         """Go on with the run in folder `run`.
 
-        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot
-        (or snapshot `number`) is restored. If that one is damaged, the next older one is offered in the error, or
-        taken with `falls_back`.
+        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot is
+        restored, or `which`: a number, or "best". If the newest is damaged, the next older one is offered in the
+        error, or taken with `falls_back`.
         """
         folder = Folder(run.resolve())
         lineage = folder.read().get("lineage")
@@ -102,7 +102,7 @@ class Host:
                 f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
             )
         news: list[str] = []
-        segment = Segment.adopt(shared_memory, lineage, folder.path) if number is None else None
+        segment = Segment.adopt(shared_memory, lineage, folder.path) if which is None else None
         if segment is not None:
             finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
             news.append("the center has survived in shared memory: nothing was lost")
@@ -112,7 +112,7 @@ class Host:
             host.events.write("adopted", finished=finished)
         else:
             sweep(shared_memory, _salvage)
-            path, manifest = _chosen(folder, lineage, number, falls_back=falls_back, news=news)
+            path, manifest = _chosen(folder, lineage, which, falls_back=falls_back, news=news)
             segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
@@ -198,10 +198,10 @@ class Host:
 
 
 def _chosen(
-    folder: Folder, lineage: str, number: int | None, *, falls_back: bool, news: list[str]
+    folder: Folder, lineage: str, which: str | None, *, falls_back: bool, news: list[str]
 ) -> tuple[Path, Manifest]:
-    if number is not None:
-        path = folder.center / f"snapshot-{number:06d}"
+    if which is not None:
+        path = folder.center / (f"snapshot-{int(which):06d}" if which.isdigit() else which)
         return path, check_snapshot(path, lineage)
     path, manifest, reasons = newest_snapshot(folder.center, lineage)
     if reasons and not falls_back:

@@ -37,7 +37,7 @@ class Job:
     snapshot_every_s: float = 300.0  # 0: only at the end
     keep: int = KEEP  # snapshots
     resume: Path | None = None  # the folder of the run to go on with
-    snapshot: int | None = None  # the one to go on from; None: the newest
+    snapshot: str | None = None  # the one to go on from, a number or "best"; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS; None: the default one
@@ -58,6 +58,8 @@ class Job:
             )
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
+        if self.snapshot is not None and not (self.snapshot.isdigit() or self.snapshot == "best"):
+            raise InvalidArgument(f"--snapshot {self.snapshot} is no snapshot. Write its number, or `best`.")
         if self.resume is not None and self.name is not None:
             raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
         if self.wire is not None:

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import WorkerFailed
+from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
-from maniple.launch.server import Server, is_hopeless
+from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
+from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
 from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
 from maniple.record import Folder
@@ -48,7 +49,7 @@ def _begin(job: Job) -> "_Run":
         job = _remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
-        host = Host.resume(shared_memory(), run, job.asked(), number=job.snapshot, falls_back=falls_back, most=job.keep)
+        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
     else:
         name = job.name or fresh_name(job.runs, job.script or Path("host"))
         host = Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
@@ -97,6 +98,7 @@ class _Run:
         ]
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
+        self._stopping = Stopping()
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
@@ -110,7 +112,7 @@ class _Run:
                 with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
                     self._watch()
                 exit_code = 0
-            except WorkerFailed as failure:
+            except (WorkerFailed, InvalidArgument) as failure:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
@@ -171,9 +173,9 @@ class _Run:
     def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
         exit_code = server.collect()
-        if is_hopeless(exit_code):
+        if (kind := hopeless(exit_code)) is not None:
             lines = _last_lines(self._host.folder.log("server"))
-            raise WorkerFailed("the controller cannot be used:\n" + "\n".join("    " + line for line in lines))
+            raise kind("the controller cannot be used:\n" + "\n".join("    " + line for line in lines))
         server.restart()
         self._host.events.write("server died", exit_code=exit_code)
         self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
@@ -232,6 +234,9 @@ class _Run:
 
     def _show(self) -> None:
         self._tell(self._view.show, self._board, self._board.refresh())
+        running = [process.rank for process in self._processes if process.is_running]
+        for line in self._stopping.news(self._board.stop, running):
+            self._say(line)
 
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)

@@ -4,7 +4,8 @@ import signal
 import sys
 import time
 
-from maniple.controller.process import UNUSABLE
+from maniple.controller.process import BROKEN, UNUSABLE
+from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.child import Child
@@ -53,6 +54,6 @@ class Server(Child):
         self._gate.close()
 
 
-def is_hopeless(exit_code: int) -> bool:
-    """The server has said that starting it again would change nothing: its controller cannot be used."""
-    return exit_code == UNUSABLE
+def hopeless(exit_code: int) -> type[InvalidArgument | WorkerFailed] | None:
+    """The error to end with, if the server has said that its controller cannot be used, however often it is tried."""
+    return {UNUSABLE: InvalidArgument, BROKEN: WorkerFailed}.get(exit_code)

@@ -112,6 +112,7 @@ class Order:
 
     def _pass(self) -> Iterator[Indices]:
         epoch, self.epoch = self.epoch, self.epoch + 1
+        self._given, self._rest, self._pending = self.taken, iter(()), 0  # the last pass may have been left early
         if not self._max_epochs or epoch < self._max_epochs:
             yield from self._chunks(epoch)
             if self._should_stop():

@@ -114,15 +114,22 @@ class Table:
         if not path.exists():
             _make(path, Unfinished(terms, [], []))
         table = cls(segment, path)
-        there = table.terms
-        if (there.count, there.shuffle) != (terms.count, terms.shuffle):
+        try:
+            table.compare(number, terms)
+        except InvalidArgument:
             table.close()
+            raise
+        return table
+
+    def compare(self, number: int, terms: Terms) -> None:
+        """Raise InvalidArgument if a worker has other data than the one who came first."""
+        there = self.terms
+        if (there.count, there.shuffle) != (terms.count, terms.shuffle):
             raise InvalidArgument(
                 f"sampler {number} of this worker has {terms.count} samples (shuffle={terms.shuffle}), that of the "
                 f"worker who came first {there.count} (shuffle={there.shuffle}). All workers must call "
                 "worker.sampler() on the same data, in the same order."
             )
-        return table
 
     def take(
         self,
