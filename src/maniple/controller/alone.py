@@ -1,10 +1,11 @@
 """A host in the process of a user's own script: `Controller().serve(port)`."""
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def serve(controller: Controls, port: int, *, host: str, name: str | None, runs:
     finally:
         server.end()
         thread.join(5)
+        for one in gate.sockets:  # a thread that waits in one of them would keep it open
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
         gate.close()
         owner.close(0)
 

@@ -189,9 +189,8 @@ class Sampler(Order):
         self._lender.take(-1, done=done, back=back)
 
     def _chunks(self, epoch: int) -> Iterator[Indices]:
+        back, drawn = self._left(), list[int]()
         self._lead.drained(self.taken)  # a new pass begins when the loader has handed out the last one
-        back = [] if self._held is None else [self._held]
-        self._held, drawn = None, list[int]()
         orders: dict[int, Indices] = {}
         while not self._should_stop():
             lease = self._await(epoch, drawn=drawn, back=back)
@@ -219,6 +218,16 @@ class Sampler(Order):
                 return None
             time.sleep(pause_s)
             pause_s, drawn, back = min(2 * pause_s, 0.05), [], []
+
+    def _left(self) -> list[int]:
+        """The leases of a pass that was left early, as far as they were not trained on: others may."""
+        if self._held is None:
+            return []
+        until = self._lead.trained if self._is_training else self.taken
+        left = [*(slot for slot, end in self._open if end > until), self._held]
+        self._open = deque(one for one in self._open if one[1] <= until)
+        self._held = None
+        return left
 
     def _done(self) -> list[int]:
         until = self._settled if self._is_training else self._given - self._pending

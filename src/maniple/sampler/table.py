@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from maniple.center.locks import ByteLocks
+from maniple.center.locks import ByteLocks, Patience
 from maniple.center.segment import Segment, refusal
 from maniple.errors import InvalidArgument
 
@@ -103,6 +103,7 @@ class Table:
             self._map = mmap.mmap(file.fileno(), _WORDS * 8)
         self._words = memoryview(self._map).cast("q")
         self._owners = np.frombuffer(self._map, np.int64, MOST_LEASES, _OWNERS * 8)
+        self._last = 0  # where the cursor stood that was asked for last
         self._seen = -1  # the departures after which no lease was left without an owner
         self.terms = Terms(self._words[_COUNT], self._words[_CHUNK], bool(self._words[_SHUFFLE]))
         self.chunks = -(-self.terms.count // self.terms.chunk)
@@ -151,40 +152,62 @@ class Table:
             done: slots that are finished.
             back: slots that it will not finish; somebody else may.
         """
-        me, words = holder.word, self._words
-        with self._locks.hold(0, timeout_s=_LOCK_S, what="the table of leases"):
-            for slots, owner in ((drawn, me | _DRAWN), (done, 0), (back, _NOBODY)):
-                for slot in slots:
-                    if words[_OWNERS + slot] & ~_DRAWN == me:  # else it was thought dead, and another has it now
-                        words[_OWNERS + slot] = owner
-            if epoch < 0:
-                return Verdict.END
-            if held is not None and (lost := self._lost(me, held)) is not None:
-                return lost
-            place = self._place(epoch)
-            cursor = self.chunks if place is None else words[_CURSOR + place]
-            departures = self._segment.departures
-            if cursor == self.chunks or departures != self._seen:
-                for slot in self._left_behind():
-                    words[_OWNERS + slot] = me
-                    return self._lease(slot)
-                self._seen = departures
-            if place is None or cursor == self.chunks:
-                return Verdict.WAIT if self._is_drawing(epoch, me) else Verdict.END
-            slot = self._free()
-            words[_LEASED + slot] = (epoch << 32) | cursor
-            words[_OWNERS + slot] = me
-            words[_CURSOR + place] = cursor + 1
-            words[_HINT] = (slot + 1) % MOST_LEASES
-            return Lease(slot, epoch, cursor)
+        self._hold()
+        try:
+            return self._take(holder.word, epoch, held, ((drawn, _DRAWN), (done, 0), (back, _NOBODY)))
+        finally:
+            self._locks.give(0)
+
+    def _take(
+        self,
+        me: int,
+        epoch: int,
+        held: Sequence[int] | None,
+        news: tuple[tuple[Sequence[int], int], ...],
+    ) -> Lease | Verdict:
+        words = self._words
+        for slots, owner in news:
+            for slot in slots:
+                if words[_OWNERS + slot] & ~_DRAWN == me:  # else it was thought dead, and another has it now
+                    words[_OWNERS + slot] = me | _DRAWN if owner == _DRAWN else owner
+        if epoch < 0:
+            return Verdict.END
+        if held is not None and (lost := self._lost(me, held)) is not None:
+            return lost
+        place = self._place(epoch)
+        cursor = self.chunks if place is None else words[_CURSOR + place]
+        departures = self._segment.departures
+        if cursor == self.chunks or departures != self._seen:
+            for slot in self._left_behind():
+                words[_OWNERS + slot] = me
+                return self._lease(slot)
+            self._seen = departures
+        if place is None or cursor == self.chunks:
+            return Verdict.WAIT if self._is_drawing(epoch, me) else Verdict.END
+        slot = self._free()
+        words[_LEASED + slot] = (epoch << 32) | cursor
+        words[_OWNERS + slot] = me
+        words[_CURSOR + place] = cursor + 1
+        words[_HINT] = (slot + 1) % MOST_LEASES
+        return Lease(slot, epoch, cursor)
+
+    def _hold(self) -> None:
+        """Lock the table; without `ByteLocks.hold`, which costs as much as all the rest of a lease."""
+        if not self._locks.take(0):
+            patience = Patience(_LOCK_S)
+            while not self._locks.take(0):
+                patience.wait("the table of leases")
 
     def unfinished(self) -> Unfinished:
         """How far the table is, as a snapshot keeps it."""
-        with self._locks.hold(0, timeout_s=_LOCK_S, what="the table of leases"):
+        self._hold()
+        try:
             words = self._words
             cursors = [(words[_EPOCH + i] - 1, words[_CURSOR + i]) for i in range(_EPOCHS) if words[_EPOCH + i]]
             leases = [self._lease(int(slot)) for slot in np.flatnonzero(self._owners)]
             return Unfinished(self.terms, sorted(cursors), sorted((one.epoch, one.chunk) for one in leases))
+        finally:
+            self._locks.give(0)
 
     def close(self) -> None:
         """Let the table go."""
@@ -196,9 +219,12 @@ class Table:
     def _place(self, epoch: int) -> int | None:
         """Where the cursor of `epoch` stands, opened if the epoch is new; None if it was closed."""
         words = self._words
+        if words[_EPOCH + self._last] == epoch + 1:
+            return self._last
         epochs = words[_EPOCH : _EPOCH + _EPOCHS].tolist()
         if epoch + 1 in epochs:
-            return epochs.index(epoch + 1)
+            self._last = epochs.index(epoch + 1)
+            return self._last
         if epoch + 1 < max(epochs):
             return None
         place = epochs.index(min(epochs))

@@ -142,9 +142,5 @@ class _Local:
     """A table of leases as one worker sees it."""
 
     def __init__(self, table: Table, holder: Holder) -> None:
-        self._take = functools.partial(table.take, holder)
+        self.take: Callable[..., Lease | Verdict] = functools.partial(table.take, holder)
         self.terms = table.terms
-
-    def take(self, epoch: int, **news: Any) -> Lease | Verdict:
-        """The next lease."""
-        return self._take(epoch, **news)
