@@ -1,11 +1,12 @@
 """The place: who am I (rank, world size, node, run), read from environment variables here and nowhere else.
 
 The launcher writes these variables with `environment` and the worker reads them with `find`, so that the
-two ends of each name stand side by side.
+two ends of each name stand side by side. `setting_variable` gives the names by which a person sets options of
+the commands, apart from those.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ THREAD_VARIABLES = (
     "NUMBA_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+# A place's variables that a person may set for a command too: they mean the same there.
+_ALSO_SETTINGS = {"MANIPLE_RULE", "MANIPLE_SEED", "MANIPLE_WIRE", "MANIPLE_HOST_DEADLINE"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,14 @@ class Place:
 
 def environment(place: Place) -> dict[str, str]:
     """The variables by which a process finds `place` again."""
-    values = {
+    values = _variables(place)
+    # Rule, pace and wire are written also if there are none, so that none is inherited from a surrounding run.
+    values |= {name: values[name] or "" for name in ("MANIPLE_RULE", "MANIPLE_PACE", "MANIPLE_WIRE")}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _variables(place: Place) -> dict[str, Any]:
+    return {
         "RANK": place.rank,
         "WORLD_SIZE": place.world,
         "LOCAL_RANK": place.local_rank,
@@ -72,7 +83,7 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_PACE": place.pace,
         "MANIPLE_DEVICE": place.device,
         "MANIPLE_SEED": place.seed,
-        "MANIPLE_RESTARTS": place.restarts,
+        "MANIPLE_RESTARTED": place.restarts,
         "MANIPLE_ADDRESS": place.address,
         "MANIPLE_TOKEN": place.token,
         "MANIPLE_CERTIFICATE": place.certificate,
@@ -80,7 +91,6 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
     }
-    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> Place:
@@ -98,18 +108,46 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
         run=Path(run) if run else None,
         segment=Path(segment) if segment else None,
-        rule=env.get("MANIPLE_RULE"),
-        pace=env.get("MANIPLE_PACE"),
+        rule=env.get("MANIPLE_RULE") or None,
+        pace=env.get("MANIPLE_PACE") or None,
         device=env.get("MANIPLE_DEVICE"),
         seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED),
-        restarts=_number(env, "MANIPLE_RESTARTS", 0),
+        restarts=_number(env, "MANIPLE_RESTARTED", 0),
         address=address,
         token=_token(env),
         certificate=_path(env, "MANIPLE_CERTIFICATE"),
         key=_path(env, "MANIPLE_KEY"),
-        wire=env.get("MANIPLE_WIRE"),
+        wire=env.get("MANIPLE_WIRE") or None,
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
     )
+
+
+def setting_variable(key: str) -> str:
+    """The variable by which a person sets an option of `maniple run` and `maniple serve`.
+
+    Where that name tells a worker its place and means something else there, as MANIPLE_CERTIFICATE does, the
+    option has MANIPLE_OPTION_CERTIFICATE.
+    """
+    name = f"MANIPLE_{key.upper()}"
+    is_taken = name in _variables(Place()) and name not in _ALSO_SETTINGS
+    return f"MANIPLE_OPTION_{key.upper()}" if is_taken else name
+
+
+def set_by_person(keys: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The options that a person has set by variables; empty ones are none.
+
+    Inside a worker, the variables of its place were written by a launcher, and say nothing of a run that the
+    worker's script may start itself.
+    """
+    told = set(_variables(Place())) if "MANIPLE_RESTARTED" in env else set[str]()
+    names = {key: setting_variable(key) for key in keys}
+    return {key: env[name] for key, name in names.items() if env.get(name) and name not in told}
+
+
+def personal_settings(env: Mapping[str, str] = os.environ) -> Path:
+    """The file of one person's settings for all runs."""
+    home = Path(env.get("HOME") or "~").expanduser()
+    return Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "maniple.yaml"
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> Path:

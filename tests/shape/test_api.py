@@ -40,7 +40,8 @@ def test_workers_and_replicas_offer_these_members():
 
 SETTINGS = [
     "--certificate", "--every", "--host-deadline", "--keep", "--key", "--maximum-rate", "--name", "--quiet",
-    "--resume", "--rule", "--runs", "--seed", "--snapshot", "--snapshot-every", "--tls", "--wire", "-q",
+    "--resume", "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--wire",
+    "-q",
 ]  # fmt: skip
 
 

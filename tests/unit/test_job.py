@@ -91,6 +91,7 @@ def test_good_job_passes():
 def test_what_was_asked_for_is_written_down():
     asked = job(args=("a",), workers=2, rule="easgd", pace="every:5", devices=("cpu",), restarts=1, seed=9).asked()
     expected = {
+        "session": None,
         "args": ["a"],
         "workers": 2,
         "rule": "easgd",

@@ -16,6 +16,7 @@ from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
 from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment
 from maniple.rules import RULES, parse_rule
+from maniple.session import Configured
 from maniple.wire.address import Address
 from maniple.wire.codecs import CODECS
 
@@ -114,7 +115,7 @@ def _settings(command: Command) -> Command:
     return command
 
 
-@cli.command(context_settings=_SCRIPT)
+@cli.command(cls=Configured, context_settings=_SCRIPT)
 @click.option("-n", "--workers", type=int, help="Workers to start. Default: one per device, else 1.")
 @click.option(
     "--devices",
@@ -150,13 +151,17 @@ def run(**options: Any) -> None:
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz
       maniple run -n 4 --resume runs/last train.py
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
+      maniple run session.yaml                              script, arguments and options from a file
+
+    Each option is also a key of session files, of ./.maniple.yaml and ~/.config/maniple.yaml (maximum_rate: 0.1),
+    and a variable (MANIPLE_MAXIMUM_RATE=0.1). The command line counts most, then variables, then files in this order.
 
     Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
     sys.exit(run_local(_job(**options)))
 
 
-@cli.command()
+@cli.command(cls=Configured)
 @click.option(
     "--listen",
     metavar="ADDRESS",
@@ -168,8 +173,11 @@ def run(**options: Any) -> None:
     "--from", "arrays", type=click.Path(path_type=Path), metavar="FILE", help="Begin with the arrays of a file."
 )
 @_settings
+@click.argument("session", required=False)
 def serve(**options: Any) -> None:
     """Be a host alone: keep a center for workers that come and go, until Ctrl-C or SIGTERM.
+
+    SESSION is a file with settings, as for `maniple run`; its script and workers are not for a host alone.
 
     The address is printed and written to host.json in the run folder, beside the token that workers need. If the
     host is killed, --resume goes on where it was: workers train on meanwhile, find it again, and nothing is lost.

@@ -38,6 +38,7 @@ class Job:
     resume: Path | None = None  # the folder of the run to go on with
     snapshot: int | None = None  # the one to go on from; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
+    session: Path | None = None  # the file that the settings came from
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -67,6 +68,7 @@ class Job:
         """What was asked for, to be written down."""
         return {
             "script": str(self.script.resolve()) if self.script else None,
+            "session": str(self.session.resolve()) if self.session else None,
             "args": list(self.args),
             "workers": self.workers,
             "rule": self.rule,
