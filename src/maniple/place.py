@@ -26,8 +26,11 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
-# A place's variables that a person may set for a command too: they mean the same there.
-_ALSO_SETTINGS = {"MANIPLE_RULE", "MANIPLE_SEED", "MANIPLE_WIRE", "MANIPLE_HOST_DEADLINE"}
+# Variables of a place that a person may set for the script of a run, which may reach some other host.
+_FOR_SCRIPTS = {"MANIPLE_ADDRESS", "MANIPLE_TOKEN", "MANIPLE_CERTIFICATE", "MANIPLE_DEVICE"}
+
+# Variables of a place that mean something else than the option with that name.
+_NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,7 @@ class Place:
 
 def environment(place: Place) -> dict[str, str]:
     """The variables by which a process finds `place` again."""
-    values = _variables(place)
-    # Rule, pace and wire are written also if there are none, so that none is inherited from a surrounding run.
-    values |= {name: values[name] or "" for name in ("MANIPLE_RULE", "MANIPLE_PACE", "MANIPLE_WIRE")}
-    return {name: str(value) for name, value in values.items() if value is not None}
+    return {name: str(value) for name, value in _variables(place).items() if value is not None}
 
 
 def _variables(place: Place) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
         run=Path(run) if run else None,
         segment=Path(segment) if segment else None,
-        rule=env.get("MANIPLE_RULE") or None,
-        pace=env.get("MANIPLE_PACE") or None,
+        rule=env.get("MANIPLE_RULE"),
+        pace=env.get("MANIPLE_PACE"),
         device=env.get("MANIPLE_DEVICE"),
         seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED),
         restarts=_number(env, "MANIPLE_RESTARTED", 0),
@@ -117,20 +117,21 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         token=_token(env),
         certificate=_path(env, "MANIPLE_CERTIFICATE"),
         key=_path(env, "MANIPLE_KEY"),
-        wire=env.get("MANIPLE_WIRE") or None,
+        wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
     )
 
 
-def setting_variable(key: str) -> str:
-    """The variable by which a person sets an option of `maniple run` and `maniple serve`.
+def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a new process takes over: all but a place and wishes for one, which are settled and written anew."""
+    dropped = {name for name in _variables(Place()) if name.startswith("MANIPLE_")} - _FOR_SCRIPTS
+    return {name: value for name, value in env.items() if name not in dropped}
 
-    Where that name tells a worker its place and means something else there, as MANIPLE_CERTIFICATE does, the
-    option has MANIPLE_OPTION_CERTIFICATE.
-    """
+
+def setting_variable(key: str) -> str:
+    """The variable by which a person sets an option of `maniple run` and `maniple serve`."""
     name = f"MANIPLE_{key.upper()}"
-    is_taken = name in _variables(Place()) and name not in _ALSO_SETTINGS
-    return f"MANIPLE_OPTION_{key.upper()}" if is_taken else name
+    return f"MANIPLE_OPTION_{key.upper()}" if name in _NO_OPTIONS else name
 
 
 def set_by_person(keys: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -14,6 +14,7 @@ from maniple.place import (
     asked_threads,
     environment,
     find,
+    inherited,
     personal_settings,
     set_by_person,
     setting_variable,
@@ -89,10 +90,16 @@ def test_thread_variables_that_the_user_set_are_known():
     assert asked_threads(dict.fromkeys(THREAD_VARIABLES, "1")) == set(THREAD_VARIABLES)
 
 
-def test_worker_does_not_inherit_the_rule_of_a_surrounding_run():
-    around = {"MANIPLE_RULE": "downpour", "MANIPLE_PACE": "every:3", "MANIPLE_WIRE": "int8"}
+def test_worker_does_not_inherit_the_settings_of_a_surrounding_run_or_shell():
+    around = {"MANIPLE_RULE": "downpour", "MANIPLE_PACE": "every:3", "MANIPLE_WIRE": "", "PATH": "/bin"}
     place = Place(segment=Path("/dev/shm/maniple-1"))
-    assert find(around | environment(place)) == place
+    assert find(inherited(around) | environment(place)) == place
+    assert inherited(around) == {"PATH": "/bin"}
+
+
+def test_script_inherits_how_to_reach_another_host():
+    around = {"MANIPLE_ADDRESS": "a:1", "MANIPLE_TOKEN": "t", "MANIPLE_TOKEN_FILE": "f", "MANIPLE_CERTIFICATE": "c"}
+    assert inherited(around) == around
 
 
 def test_options_have_variables_apart_from_those_of_a_place():

@@ -299,12 +299,14 @@ def test_option_that_is_added_later_works_from_everywhere(monkeypatch):
     @click.command(cls=Configured, context_settings={"allow_interspersed_args": False})
     @click.option("--feed", multiple=True, type=click.Path(path_type=Path))
     @click.option("--hosts", metavar="LIST", default="")
+    @click.option("--controller", metavar="FILE.py:CLASS")
     @click.option("--max-batches", "batches", type=int, default=7)
     @click.option("-q", "--quiet", is_flag=True)
     @click.argument("script")
     @click.argument("args", nargs=-1)
     def later(**options) -> None:
         click.echo(sorted((name, value) for name, value in options.items() if name in {"feed", "hosts", "batches"}))
+        click.echo(options["controller"] or "", nl=False)
 
     write("in/session.yaml", "script: a.py\nfeed: [one.py, two.py]\nhosts: [a, b]\nmax_batches: 9")
     files = "('feed', (PosixPath('in/one.py'), PosixPath('in/two.py'))), ('hosts', 'a,b')"
@@ -315,5 +317,7 @@ def test_option_that_is_added_later_works_from_everywhere(monkeypatch):
     assert call(later, "in/session.yaml") == f"[('batches', 11), {variables}]\n"
     assert "('feed', (PosixPath('z.py'),))" in call(later, "--feed", "z.py", "in/session.yaml")
     monkeypatch.delenv("MANIPLE_FEED")
+    write("in/session.yaml", "script: a.py\ncontroller: mine.py:Mine")
+    assert call(later, "in/session.yaml").endswith("in/mine.py:Mine")
     write("in/session.yaml", "script: a.py\nfeed: one.py")
     assert "('feed', (PosixPath('in/one.py'),))" in call(later, "in/session.yaml")

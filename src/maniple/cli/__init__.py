@@ -14,7 +14,7 @@ from maniple.errors import InvalidArgument, ManipleError
 from maniple.host.host import KEEP
 from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment, inherited
 from maniple.rules import RULES, parse_rule
 from maniple.session import Configured
 from maniple.wire.address import Address
@@ -228,7 +228,7 @@ def join(
     env = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
     if place.token is None:
         env.pop("MANIPLE_TOKEN", None)
-    os.execve(sys.executable, [sys.executable, str(script), *args], os.environ | env)
+    os.execve(sys.executable, [sys.executable, str(script), *args], inherited() | env)
 
 
 def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maniple.launch import start
+from maniple.place import inherited
 
 
 class Child:
@@ -37,7 +38,7 @@ class Child:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env),
+                env=inherited() | {"PYTHONUNBUFFERED": "1"} | dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

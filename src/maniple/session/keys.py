@@ -69,7 +69,8 @@ def convert(context: click.Context, key: str, option: click.Option, setting: Set
 
 def _as_typed(key: str, option: click.Option, setting: Setting) -> str | tuple[str, ...]:
     """The words as they would stand on the command line."""
-    if isinstance(option.type, click.Path) and setting.folder is not None:
+    is_path = isinstance(option.type, click.Path) or (option.metavar or "").startswith("FILE")
+    if is_path and setting.folder is not None:
         setting = replace(setting, value=_anchored(setting))
     value = setting.value
     if option.multiple or option.nargs != 1:
