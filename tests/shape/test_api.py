@@ -48,7 +48,10 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("run", [*SETTINGS, "--bind", "--devices", "--listen", "--no-bind", "--restarts", "--workers", "-n"]),
+        (
+            "run",
+            [*SETTINGS, "--bind", "--devices", "--hosts", "--listen", "--no-bind", "--restarts", "--workers", "-n"],
+        ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
         ("join", ["--certificate", "--device", "--token-file"]),
     ],

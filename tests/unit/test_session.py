@@ -97,6 +97,13 @@ def test_devices_are_a_list_or_text_with_commas(text):
     assert shown()["devices"] == ("cuda:0,cuda:1", ".maniple.yaml:1")
 
 
+def test_hosts_are_a_list_too(monkeypatch):
+    write("session.yaml", "script: a.py\nhosts: [node-1, node-2]")
+    assert shown("session.yaml")["hosts"] == ("node-1,node-2", "session.yaml:2")
+    monkeypatch.setenv("MANIPLE_HOSTS", "node-3")
+    assert shown("session.yaml")["hosts"] == ("node-3", "MANIPLE_HOSTS")
+
+
 def test_flag_of_a_file_is_taken_back_by_the_command_line():
     write(".maniple.yaml", "bind: false")
     assert shown()["bind"] == ("false", ".maniple.yaml:1")
@@ -170,6 +177,7 @@ def test_encryption_for_all_runs_applies_to_those_that_listen():
     write(".maniple.yaml", "tls: true")
     assert shown()["tls"] == ("false", "default")
     assert shown("--listen", "0.0.0.0")["tls"] == ("true", ".maniple.yaml:1")
+    assert shown("--hosts", "a,b")["tls"] == ("true", ".maniple.yaml:1")
     assert shown(command="serve")["tls"] == ("true", ".maniple.yaml:1")
 
 

@@ -45,20 +45,32 @@ class Membership:
         """The rank of a worker; -1 before it has joined."""
         return self._ranks.get(worker, -1)
 
-    def join(self, worker: str, stream: Stream, *, node: str, pid: int, before: int) -> int:
-        """A worker has come, or come back with the rank it had `before`; gives its rank."""
+    def join(self, worker: str, stream: Stream, *, node: str, pid: int, before: int, is_expected: bool = False) -> int:
+        """A worker has come, or come back with the rank it had `before`; gives its rank.
+
+        One that the launcher has started on another machine `is_expected`, with a rank of the launcher's own.
+        """
         with self._lock:
             rank = self._ranks.get(worker, before)
             is_new = worker not in self._ranks
-            is_taken = is_new and (rank < self._reserved or rank in self._ranks.values())
+            is_expected = is_expected and 0 <= rank < self._reserved
+            if is_expected:
+                self._replace(rank, worker)
+            is_taken = is_new and not is_expected and (rank < self._reserved or rank in self._ranks.values())
             if is_taken or not 0 <= rank < MAX_WORKERS:
                 rank = self._free()
-            is_back = before >= 0
+            is_back = before >= 0 and not (is_expected and is_new)
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             self._segment.mark(rank, LIVE)
         self._events.write("returned" if is_back else "joined", worker=rank, node=node, pid=pid, live=self.live)
         return rank
+
+    def _replace(self, rank: int, worker: str) -> None:
+        """The launcher starts a worker again when its predecessor is dead: nothing is heard of that one any more."""
+        for other in [other for other, its in self._ranks.items() if its == rank and other != worker]:
+            del self._ranks[other]
+            self._speakers.pop(other, None)
 
     def is_news(self, worker: str, beat: int) -> bool:
         """The rows of this beat have not come before."""

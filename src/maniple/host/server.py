@@ -159,7 +159,9 @@ class Server:
         join = stream.receive_message()
         if not isinstance(join, Join):
             raise BadFrame("a worker that does not join was not expected.")
-        rank = self._members.join(worker, stream, node=join.node, pid=join.pid, before=join.rank)
+        rank = self._members.join(
+            worker, stream, node=join.node, pid=join.pid, before=join.rank, is_expected=join.is_expected
+        )
         place = self._place
         with self._lock:
             self._controls += 1

@@ -24,6 +24,7 @@ class Job:
     rule: str | None = None
     pace: str | None = None
     devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # other machines, on which the workers are started; none: on this one
     restarts: int = 0  # how often each worker may be started again
     name: str | None = None
     runs: Path = Path("runs")
@@ -61,6 +62,13 @@ class Job:
             codec(self.wire)
         if self.listen is not None:
             self.listen.check()
+        if len(set(self.hosts)) < len(self.hosts):
+            raise InvalidArgument(f"--hosts {','.join(self.hosts)} names a host twice. Name it once, and raise -n.")
+        for host in self.hosts:
+            if host.startswith("-") or len(host.split()) != 1:
+                raise InvalidArgument(
+                    f"--hosts has {host!r}, which is no host. Write names for ssh: --hosts node-1,node-2."
+                )
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
 
@@ -74,6 +82,7 @@ class Job:
             "rule": self.rule,
             "pace": self.pace,
             "devices": list(self.devices),
+            "hosts": list(self.hosts),
             "restarts": self.restarts,
             "seed": self.seed,
             "wire": self.wire,
@@ -85,9 +94,18 @@ class Job:
         """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""
         return [arg.replace("{rank}", str(rank)).replace("{world}", str(self.workers)) for arg in self.args]
 
-    def device(self, rank: int) -> str | None:
-        """The device of one worker; workers share devices in turn if there are fewer."""
-        return self.devices[rank % len(self.devices)] if self.devices else None
+    @property
+    def workers_per_node(self) -> int:
+        """How many workers each machine runs."""
+        return self.workers // max(1, len(self.hosts))
+
+    def node(self, rank: int) -> str | None:
+        """The other machine that runs a worker; None: this one."""
+        return self.hosts[rank // self.workers_per_node] if self.hosts else None
+
+    def device(self, local_rank: int) -> str | None:
+        """The device of one worker of a machine; workers share devices in turn if there are fewer."""
+        return self.devices[local_rank % len(self.devices)] if self.devices else None
 
 
 def split_cores(cores: list[int], workers: int) -> list[list[int]]:

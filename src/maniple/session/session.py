@@ -41,7 +41,7 @@ class Session:
         self._notes: list[str] = []
         sources = [from_variables(context, options), *self._files(known | options)]
         given = {key for key, option in options.items() if option.name in typed}
-        has_default = {key for key, option in options.items() if isinstance(option.default, str)}
+        has_default = {key for key, option in options.items() if option.default and isinstance(option.default, str)}
         mine = {*options, *(OF_SESSION if runs_script else ())}
         self.settled = {key: one for key, one in settle(given, sources, has_default).items() if key in mine}
 

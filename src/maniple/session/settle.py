@@ -8,8 +8,9 @@ from maniple.session.file import Setting
 _PACES = ("every", "maximum_rate")  # one or the other
 # Set aside if the second was given by a source that counts more.
 _GIVES_WAY_TO = {"every": "maximum_rate", "maximum_rate": "every", "name": "resume"}
-# A file for all runs may say how to encrypt whatever listens: without the second there is nothing to do.
-_IS_ABOUT = {"tls": "listen", "certificate": "listen", "key": "listen", "snapshot": "resume"}
+# A file for all runs may say how to encrypt whatever listens: where nothing does, there is nothing to do.
+_ENCRYPTION = {"tls", "certificate", "key"}
+_LISTENS = {"listen", "hosts"}
 # A run that goes on remembers these itself; a file for all runs does not change them.
 _REMEMBERED = {"rule", "wire", "seed", *_PACES}
 
@@ -34,12 +35,14 @@ def settle(
             if key not in before and _GIVES_WAY_TO.get(key) not in before
         }
     have = given | settled.keys() | has_default
-    return {key: setting for key, setting in settled.items() if not setting.is_general or _has_object(key, have)}
+    return {key: setting for key, setting in settled.items() if not setting.is_general or _applies(key, have)}
 
 
-def _has_object(key: str, have: Set[str]) -> bool:
-    """A wish for all runs applies to this one."""
-    return _IS_ABOUT.get(key, key) in have and not ("resume" in have and key in _REMEMBERED)
+def _applies(key: str, have: Set[str]) -> bool:
+    """A wish for all runs is one for this run."""
+    if key in _ENCRYPTION:
+        return bool(have & _LISTENS)
+    return not (key in _REMEMBERED and "resume" in have)
 
 
 def _refuse_both_paces(source: dict[str, Setting]) -> None:

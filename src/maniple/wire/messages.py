@@ -175,12 +175,13 @@ class Bye(_Said, frozen=True, tag=27):
 
 
 class Join(_Said, frozen=True, tag=40):
-    """Worker: I am here, on this node; I was rank `rank` before, or -1."""
+    """Worker: I am here, on this node; I was rank `rank` before, or -1. `is_expected`: by the launcher, as such."""
 
     node: str
     pid: int
     rank: int
     restarts: int
+    is_expected: bool = False
 
 
 class Joined(_Said, frozen=True, tag=41):

@@ -24,10 +24,11 @@ _ANSWER_S = 6.0  # a host that has not answered a beat for so long is away
 class Control:
     """This worker's membership in a run whose host is elsewhere."""
 
-    def __init__(self, door: Door, *, node: str, pid: int, restarts: int, deadline_s: float) -> None:
+    def __init__(self, door: Door, *, node: str, pid: int, restarts: int, rank: int, deadline_s: float) -> None:
         self.live = 1
         self.is_over = False  # the host has ended the run
         self._who = (node, pid, restarts)
+        self._is_expected = rank >= 0  # the launcher gave it this rank
         self._link = Link(door, "control", timeout_s=_ANSWER_S)
         self._rows: deque[bytes] = deque(maxlen=_MOST_ROWS)
         self._under_way: list[bytes] = []  # with beat `_number`, until it is answered
@@ -36,7 +37,7 @@ class Control:
         self._away_since: float | None = None
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
-        self.joined = insist(self._link, lambda: self._join(-1), deadline_s)
+        self.joined = insist(self._link, lambda: self._join(rank), deadline_s)
         self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
         self._thread.start()
 
@@ -75,7 +76,7 @@ class Control:
 
     def _join(self, rank: int) -> Joined:
         node, pid, restarts = self._who
-        answer = self._link.say(Join(node, pid, rank, restarts))
+        answer = self._link.say(Join(node, pid, rank, restarts, self._is_expected))
         if not isinstance(answer, Joined):
             raise BadFrame("the host was told of a new worker, and said something else.")
         self.live = answer.live

@@ -26,7 +26,15 @@ class Far:
 
     def __init__(self, place: Place) -> None:
         door = Door.of(place)
-        self._control = Control(door, node=place.node, pid=os.getpid(), restarts=place.restarts, deadline_s=_JOIN_S)
+        self._control = Control(
+            door,
+            node=place.node,
+            pid=os.getpid(),
+            restarts=place.restarts,
+            # A launcher that has started it from another machine tells its segment, which is not here, and a rank.
+            rank=-1 if place.segment is None else place.rank,
+            deadline_s=_JOIN_S,
+        )
         told = self._control.joined
         self.place = place.told(
             rank=told.rank,
