@@ -3,7 +3,9 @@
     python examples/lstm.py                                 # alone, on a small generated task
     maniple run -n 2 examples/lstm.py                       # on two workers
     maniple run -n 2 --rule easgd --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
+    maniple run -n 2 --validate-every 100 --patience 4 examples/lstm.py --ask      # stops early, by the controller
 
+With --ask, the controller says when to train, validate and stop: the default one, or examples/lstm_controller.py.
 Without --data, reviews are made up: some words are friendly, as many are not, the rest mean nothing, and
 a review is friendly if most of its telling words are. With --data, they are film reviews (IMDB, Maas et
 al. 2011) from a NumPy file with `train_tokens` (all reviews' word ids in a row, 0 is for padding),
@@ -11,6 +13,7 @@ al. 2011) from a NumPy file with `train_tokens` (all reviews' word ids in a row,
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the reviews (6)")
     parser.add_argument("--batch-size", type=int, default=32, help="reviews per step and worker (32)")
     parser.add_argument("--lr", type=float, default=0.01, help="Adam's learning rate (0.01)")
+    parser.add_argument("--ask", action="store_true", help="let the controller say when to validate and to stop")
     args = parser.parse_args()
 
     worker = maniple.join()
@@ -79,14 +83,22 @@ def main() -> None:
     replica = worker.share(model, optimizer)
 
     batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
-    for _ in range(args.epochs):
-        for step, (words, labels) in enumerate(batches):
+
+    passes = itertools.chain.from_iterable(itertools.repeat(batches, args.epochs))
+    while (what := worker.ask("next") if args.ask else "train") != "stop":
+        if what == "validate":
+            with replica.center(), torch.no_grad():
+                worker.ask("validated", loss=nn.functional.binary_cross_entropy_with_logits(model(test[0]), test[1]))
+            continue
+        some = list(itertools.islice(passes, 10))
+        if not some:  # all epochs are over
+            break
+        for words, labels in some:
             optimizer.zero_grad()
             loss = nn.functional.binary_cross_entropy_with_logits(model(words), labels)
             loss.backward()
             optimizer.step()
-            if step % 10 == 0:
-                worker.log(loss=loss)
+        worker.log(loss=loss)
 
     with replica.center(), torch.no_grad():
         accuracy = ((model(test[0]) > 0) == (test[1] > 0)).float().mean().item()

@@ -5,8 +5,9 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     cli                            the command
     session                        settings from files and variables
     launch                         starts workers and looks after them
+    controller                     answers the workers' questions
     host | worker                  the owner of a run; a process that trains
-    client | sampler               named arrays at a host; which samples a worker takes
+    client | sampler | decisions   named arrays at a host; which samples a worker takes; train, validate or stop
     center                         the shared parameters
     rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
@@ -14,6 +15,7 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     errors
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
@@ -23,6 +25,7 @@ from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
     from maniple.client import Client
+    from maniple.controller import Controller
 
 __version__ = "0.1.0"
 
@@ -30,6 +33,7 @@ __all__ = [
     "ASGD",
     "EASGD",
     "Client",
+    "Controller",
     "Downpour",
     "Every",
     "ManipleError",
@@ -42,9 +46,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Client":  # imported at its first use, so that `import maniple` stays light
-        from maniple.client import Client
+_LATER = {"Client": "maniple.client", "Controller": "maniple.controller"}  # so that `import maniple` stays light
 
-        return Client
-    raise AttributeError(f"module 'maniple' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'maniple' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -5,9 +5,10 @@ two ends of each name stand side by side. `setting_variable` gives the names by 
 the commands, apart from those.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,26 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
-# Variables of a place that a person may set for the script of a run, which may reach some other host.
-_FOR_SCRIPTS = {"MANIPLE_ADDRESS", "MANIPLE_TOKEN", "MANIPLE_CERTIFICATE", "MANIPLE_DEVICE"}
-
 # Variables of a place that mean something else than the option with that name.
 _NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When the controller lets everybody validate and stop; 0 is never."""
+
+    max_batches: int = 0  # over all workers
+    max_epochs: int = 0
+    total_duration: float = 0.0  # seconds
+    validate_every: int = 0  # batches, over all workers
+    patience: int = 0  # validations that bring nothing better
+
+    def check(self) -> None:
+        """Raise InvalidArgument if it makes no sense."""
+        for name, value in asdict(self).items():
+            if not 0 <= value < 1e15:
+                option = name.replace("_", "-")
+                raise InvalidArgument(f"--{option} {value} is no limit. Give a number above 0, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,9 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    limits: Limits = field(default_factory=Limits)
+    controller: str | None = None  # FILE.py:CLASS
+    controller_args: tuple[str, ...] = ()  # NAME=VALUE
 
     @property
     def is_alone(self) -> bool:
@@ -90,7 +109,9 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
-    }
+        "MANIPLE_CONTROLLER": place.controller,
+        "MANIPLE_CONTROLLER_ARGS": json.dumps(place.controller_args) if place.controller_args else None,
+    } | {f"MANIPLE_{name.upper()}": value or None for name, value in asdict(place.limits).items()}
 
 
 def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> Place:
@@ -99,7 +120,8 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
     address = address or env.get("MANIPLE_ADDRESS")
     if segment is None and address is None:
         _refuse_other_launchers(env)
-        return Place(device=env.get("MANIPLE_DEVICE"), seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED))
+        seed = _number(env, "MANIPLE_SEED", DEFAULT_SEED)
+        return Place(device=env.get("MANIPLE_DEVICE"), seed=seed, limits=_limits(env))
     run = env.get("MANIPLE_RUN")
     return Place(
         rank=_number(env, "RANK", 0),
@@ -119,12 +141,16 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=_path(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        limits=_limits(env),
+        controller=env.get("MANIPLE_CONTROLLER"),
+        controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
     )
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a new process takes over: all but a place and wishes for one, which are settled and written anew."""
-    dropped = {name for name in _variables(Place()) if name.startswith("MANIPLE_")} - _FOR_SCRIPTS
+    # A device for all may be said by its variable alone.
+    dropped = {name for name in _variables(Place()) if name.startswith("MANIPLE_")} - {"MANIPLE_DEVICE"}
     return {name: value for name, value in env.items() if name not in dropped}
 
 
@@ -181,6 +207,18 @@ def _token(env: Mapping[str, str]) -> str | None:
         raise InvalidArgument(
             f"the token file {path} cannot be read: {error.strerror}. It is `token` in the run folder."
         ) from None
+
+
+def _limits(env: Mapping[str, str]) -> Limits:
+    limits = Limits(
+        max_batches=_number(env, "MANIPLE_MAX_BATCHES", 0),
+        max_epochs=_number(env, "MANIPLE_MAX_EPOCHS", 0),
+        total_duration=_seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
+        validate_every=_number(env, "MANIPLE_VALIDATE_EVERY", 0),
+        patience=_number(env, "MANIPLE_PATIENCE", 0),
+    )
+    limits.check()
+    return limits
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

@@ -97,7 +97,7 @@ def test_workers_get_what_the_launcher_settled_whatever_the_variables_say(tmp_pa
     seen = told(done, 1)
     assert (seen["rule"], seen["seed"], seen["wire"], seen["deadline"]) == ("downpour", 6, "int8", 50)
     assert (seen["restarts"], seen["pace"]) == (0, None)
-    assert seen["certificate"] == "of-some-host.pem", "for a host elsewhere that the script may reach"
+    assert seen["certificate"] == "None", "its own host does not encrypt"
     assert done.description["asked"]["restarts"] == 3
 
 

@@ -116,6 +116,13 @@ def test_what_was_asked_for_is_written_down():
         "seed": 9,
         "wire": None,
         "listen": None,
+        "controller": None,
+        "controller_args": [],
+        "max_batches": 0,
+        "max_epochs": 0,
+        "total_duration": 0.0,
+        "validate_every": 0,
+        "patience": 0,
         "snapshot_every": 300.0,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected

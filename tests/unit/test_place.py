@@ -97,9 +97,9 @@ def test_worker_does_not_inherit_the_settings_of_a_surrounding_run_or_shell():
     assert inherited(around) == {"PATH": "/bin"}
 
 
-def test_script_inherits_how_to_reach_another_host():
-    around = {"MANIPLE_ADDRESS": "a:1", "MANIPLE_TOKEN": "t", "MANIPLE_TOKEN_FILE": "f", "MANIPLE_CERTIFICATE": "c"}
-    assert inherited(around) == around
+def test_worker_reaches_its_own_host_whatever_others_the_shell_knows():
+    around = {"MANIPLE_ADDRESS": "a:1", "MANIPLE_TOKEN": "t", "MANIPLE_CERTIFICATE": "c", "MANIPLE_DEVICE": "cuda:1"}
+    assert inherited(around) == {"MANIPLE_DEVICE": "cuda:1"}
 
 
 def test_options_have_variables_apart_from_those_of_a_place():

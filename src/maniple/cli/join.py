@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from maniple.errors import InvalidArgument
-from maniple.place import Place, environment, inherited
+from maniple.place import Place, environment
 from maniple.wire.address import Address
 
 
@@ -50,7 +50,7 @@ def join(
     env = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
     if place.token is None:
         env.pop("MANIPLE_TOKEN", None)
-    os.execve(sys.executable, [sys.executable, str(script), *args], inherited() | env)
+    os.execve(sys.executable, [sys.executable, str(script), *args], os.environ | env)
 
 
 def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:

@@ -2,15 +2,16 @@
 
 import difflib
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
+from maniple.controller.loading import arguments, split
 from maniple.errors import InvalidArgument
+from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.launch.door import Listen
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -37,9 +38,12 @@ class Job:
     snapshot_every_s: float = 300.0  # 0: only at the end
     keep: int = KEEP  # snapshots
     resume: Path | None = None  # the folder of the run to go on with
-    snapshot: int | None = None  # the one to go on from; None: the newest
+    snapshot: str | None = None  # the one to go on from, a number or "best"; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
     session: Path | None = None  # the file that the settings came from
+    limits: Limits = field(default_factory=Limits)
+    controller: str | None = None  # FILE.py:CLASS; None: the default one
+    controller_args: tuple[str, ...] = ()  # NAME=VALUE
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -56,19 +60,21 @@ class Job:
             )
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
+        if self.snapshot is not None and not (self.snapshot.isdigit() or self.snapshot == "best"):
+            raise InvalidArgument(f"--snapshot {self.snapshot} is no snapshot. Write its number, or `best`.")
         if self.resume is not None and self.name is not None:
             raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
         if self.wire is not None:
             codec(self.wire)
+        self.limits.check()
+        if self.controller is not None:
+            split(self.controller)
+        elif self.controller_args:
+            raise InvalidArgument("--controller-arg is for a controller of one's own. Add --controller FILE.py:CLASS.")
+        arguments(self.controller_args)
         if self.listen is not None:
             self.listen.check()
-        if len(set(self.hosts)) < len(self.hosts):
-            raise InvalidArgument(f"--hosts {','.join(self.hosts)} names a host twice. Name it once, and raise -n.")
-        for host in self.hosts:
-            if host.startswith("-") or len(host.split()) != 1:
-                raise InvalidArgument(
-                    f"--hosts has {host!r}, which is no host. Write names for ssh: --hosts node-1,node-2."
-                )
+        _check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
 
@@ -88,6 +94,9 @@ class Job:
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
+            "controller": self.controller,
+            "controller_args": list(self.controller_args),
+            **asdict(self.limits),
         }
 
     def arguments(self, rank: int) -> list[str]:
@@ -119,6 +128,16 @@ def split_cores(cores: list[int], workers: int) -> list[list[int]]:
 def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
     """How many threads numeric libraries may start; what the user has set already stays."""
     return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
+
+
+def _check_hosts(hosts: tuple[str, ...]) -> None:
+    if len(set(hosts)) < len(hosts):
+        raise InvalidArgument(f"--hosts {','.join(hosts)} names a host twice. Name it once, and raise -n.")
+    for host in hosts:
+        if host.startswith("-") or len(host.split()) != 1:
+            raise InvalidArgument(
+                f"--hosts has {host!r}, which is no host. Write names for ssh: --hosts node-1,node-2."
+            )
 
 
 def _near(script: Path) -> str:

@@ -59,6 +59,7 @@ class Configured(click.Command):
                 f"{key} is {shown(setting.value)!r} by {setting.origin}"
                 for key, setting in settled.items()
                 if re.search(rf"\b{key.replace('_', '[-_]')}\b", str(error), re.IGNORECASE)
+                and shown(setting.value) in str(error)
             ]
             error.args = (f"{error} ({'; '.join(told)})" if told else str(error),)
             raise
