@@ -27,6 +27,7 @@ def nothing_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     memory.mkdir()
     monkeypatch.setenv("MANIPLE_TEST", mark)
     monkeypatch.setenv("MANIPLE_SHM", str(memory))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(memory.with_name("nowhere")))  # not the settings of who runs the tests
     yield
     deadline = time.monotonic() + 5  # what was killed may take a moment to be gone
     while (left := _marked(mark)) and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 The layers; a row imports only rows below it, and names split by `|` do not import each other:
 
     cli                            the command
+    session                        settings from files and variables
     launch                         starts workers and looks after them
     controller                     answers the workers' questions
     host | worker                  the owner of a run; a process that trains

@@ -1,12 +1,13 @@
 """The place: who am I (rank, world size, node, run), read from environment variables here and nowhere else.
 
 The launcher writes these variables with `environment` and the worker reads them with `find`, so that the
-two ends of each name stand side by side.
+two ends of each name stand side by side. `setting_variable` gives the names by which a person sets options of
+the commands, apart from those.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ THREAD_VARIABLES = (
     "NUMBA_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+# Variables of a place that mean something else than the option with that name.
+_NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,11 @@ class Place:
 
 def environment(place: Place) -> dict[str, str]:
     """The variables by which a process finds `place` again."""
-    values = {
+    return {name: str(value) for name, value in _variables(place).items() if value is not None}
+
+
+def _variables(place: Place) -> dict[str, Any]:
+    return {
         "RANK": place.rank,
         "WORLD_SIZE": place.world,
         "LOCAL_RANK": place.local_rank,
@@ -94,7 +102,7 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_PACE": place.pace,
         "MANIPLE_DEVICE": place.device,
         "MANIPLE_SEED": place.seed,
-        "MANIPLE_RESTARTS": place.restarts,
+        "MANIPLE_RESTARTED": place.restarts,
         "MANIPLE_ADDRESS": place.address,
         "MANIPLE_TOKEN": place.token,
         "MANIPLE_CERTIFICATE": place.certificate,
@@ -104,7 +112,6 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_CONTROLLER": place.controller,
         "MANIPLE_CONTROLLER_ARGS": json.dumps(place.controller_args) if place.controller_args else None,
     } | {f"MANIPLE_{name.upper()}": value or None for name, value in asdict(place.limits).items()}
-    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> Place:
@@ -127,7 +134,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         pace=env.get("MANIPLE_PACE"),
         device=env.get("MANIPLE_DEVICE"),
         seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED),
-        restarts=_number(env, "MANIPLE_RESTARTS", 0),
+        restarts=_number(env, "MANIPLE_RESTARTED", 0),
         address=address,
         token=_token(env),
         certificate=_path(env, "MANIPLE_CERTIFICATE"),
@@ -138,6 +145,36 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         controller=env.get("MANIPLE_CONTROLLER"),
         controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
     )
+
+
+def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a new process takes over: all but a place and wishes for one, which are settled and written anew."""
+    # A device for all may be said by its variable alone.
+    dropped = {name for name in _variables(Place()) if name.startswith("MANIPLE_")} - {"MANIPLE_DEVICE"}
+    return {name: value for name, value in env.items() if name not in dropped}
+
+
+def setting_variable(key: str) -> str:
+    """The variable by which a person sets an option of `maniple run` and `maniple serve`."""
+    name = f"MANIPLE_{key.upper()}"
+    return f"MANIPLE_OPTION_{key.upper()}" if name in _NO_OPTIONS else name
+
+
+def set_by_person(keys: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The options that a person has set by variables; empty ones are none.
+
+    Inside a worker, the variables of its place were written by a launcher, and say nothing of a run that the
+    worker's script may start itself.
+    """
+    told = set(_variables(Place())) if "MANIPLE_RESTARTED" in env else set[str]()
+    names = {key: setting_variable(key) for key in keys}
+    return {key: env[name] for key, name in names.items() if env.get(name) and name not in told}
+
+
+def personal_settings(env: Mapping[str, str] = os.environ) -> Path:
+    """The file of one person's settings for all runs."""
+    home = Path(env.get("HOME") or "~").expanduser()
+    return Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "maniple.yaml"
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> Path:

@@ -66,7 +66,7 @@ def test_a_worker_that_keeps_dying_before_it_joins_is_started_more_and_more_slow
     done = run(
         """
         import os, signal, maniple
-        if int(os.environ["MANIPLE_RESTARTS"]) == 0:
+        if int(os.environ["MANIPLE_RESTARTED"]) == 0:
             maniple.join()  # the first life joins, the others do not come so far
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -123,7 +123,7 @@ def test_a_dead_holder_gives_the_workers_lock_back(run):
         import os, pathlib, signal, time, maniple
         held, waited = pathlib.Path("held"), pathlib.Path("waited")
         worker = maniple.join()
-        if worker.rank == 0 and not int(os.environ["MANIPLE_RESTARTS"]):
+        if worker.rank == 0 and not int(os.environ["MANIPLE_RESTARTED"]):
             with worker.lock(timeout_s=1):
                 held.touch()
                 while not waited.exists(): time.sleep(0.01)

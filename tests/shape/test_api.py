@@ -48,7 +48,8 @@ def test_workers_and_replicas_offer_these_members():
 SETTINGS = [
     "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--keep", "--key",
     "--max-batches", "--max-epochs", "--maximum-rate", "--name", "--patience", "--quiet", "--resume", "--rule",
-    "--runs", "--seed", "--snapshot", "--snapshot-every", "--tls", "--total-duration", "--validate-every", "--wire",
+    "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
+    "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip
 
@@ -56,7 +57,10 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("run", [*SETTINGS, "--bind", "--devices", "--listen", "--no-bind", "--restarts", "--workers", "-n"]),
+        (
+            "run",
+            [*SETTINGS, "--bind", "--devices", "--hosts", "--listen", "--no-bind", "--restarts", "--workers", "-n"],
+        ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
         ("join", ["--certificate", "--device", "--token-file"]),
     ],

@@ -88,14 +88,30 @@ def test_good_job_passes():
     job(workers=MAX_WORKERS, restarts=3).check()
 
 
+def test_each_host_has_its_share_of_the_workers():
+    asked = job(workers=6, hosts=("a", "b"))
+    assert asked.workers_per_node == 3
+    assert [asked.node(rank) for rank in range(6)] == ["a", "a", "a", "b", "b", "b"]
+    assert job(workers=2).node(1) is None
+    assert job(workers=2).workers_per_node == 2
+
+
+@pytest.mark.parametrize("hosts", [("-oProxyCommand=x",), ("a b",), ("",), ("a", "a")])
+def test_what_is_no_list_of_hosts_is_refused(hosts):
+    with pytest.raises(InvalidArgument, match="--hosts"):
+        job(workers=2, hosts=hosts).check()
+
+
 def test_what_was_asked_for_is_written_down():
     asked = job(args=("a",), workers=2, rule="easgd", pace="every:5", devices=("cpu",), restarts=1, seed=9).asked()
     expected = {
+        "session": None,
         "args": ["a"],
         "workers": 2,
         "rule": "easgd",
         "pace": "every:5",
         "devices": ["cpu"],
+        "hosts": [],
         "restarts": 1,
         "seed": 9,
         "wire": None,

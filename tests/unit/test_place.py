@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument
-from maniple.place import DEFAULT_SEED, THREAD_VARIABLES, Place, asked_threads, environment, find, shared_memory
+from maniple.place import (
+    DEFAULT_SEED,
+    THREAD_VARIABLES,
+    Place,
+    asked_threads,
+    environment,
+    find,
+    inherited,
+    personal_settings,
+    set_by_person,
+    setting_variable,
+    shared_memory,
+)
 
 WORD = st.none() | st.text("abc:=0.5,", min_size=1)
 PLACES = st.builds(
@@ -76,3 +88,40 @@ def test_empty_variable_does_not_put_the_center_into_the_current_folder():
 def test_thread_variables_that_the_user_set_are_known():
     assert asked_threads({"OMP_NUM_THREADS": "8", "PATH": "/bin"}) == {"OMP_NUM_THREADS"}
     assert asked_threads(dict.fromkeys(THREAD_VARIABLES, "1")) == set(THREAD_VARIABLES)
+
+
+def test_worker_does_not_inherit_the_settings_of_a_surrounding_run_or_shell():
+    around = {"MANIPLE_RULE": "downpour", "MANIPLE_PACE": "every:3", "MANIPLE_WIRE": "", "PATH": "/bin"}
+    place = Place(segment=Path("/dev/shm/maniple-1"))
+    assert find(inherited(around) | environment(place)) == place
+    assert inherited(around) == {"PATH": "/bin"}
+
+
+def test_worker_reaches_its_own_host_whatever_others_the_shell_knows():
+    around = {"MANIPLE_ADDRESS": "a:1", "MANIPLE_TOKEN": "t", "MANIPLE_CERTIFICATE": "c", "MANIPLE_DEVICE": "cuda:1"}
+    assert inherited(around) == {"MANIPLE_DEVICE": "cuda:1"}
+
+
+def test_options_have_variables_apart_from_those_of_a_place():
+    assert setting_variable("snapshot_every") == "MANIPLE_SNAPSHOT_EVERY"
+    assert setting_variable("rule") == "MANIPLE_RULE", "it means the same for both"
+    assert setting_variable("certificate") == "MANIPLE_OPTION_CERTIFICATE"
+    names = environment(Place(certificate=Path("c"), key=Path("k")))
+    for key in ("workers", "restarts", "certificate", "key", "devices", "runs"):
+        assert setting_variable(key) not in names
+
+
+def test_variables_that_are_set_are_found_and_empty_ones_are_none():
+    env = {"MANIPLE_WORKERS": "3", "MANIPLE_RULE": "asgd", "MANIPLE_SEED": "", "MANIPLE_CERTIFICATE": "host.pem"}
+    keys = ["workers", "rule", "seed", "certificate", "every"]
+    assert set_by_person(keys, env) == {"workers": "3", "rule": "asgd"}
+
+
+def test_what_a_launcher_wrote_for_its_worker_is_nobody_s_wish():
+    env = {"MANIPLE_WORKERS": "3"} | environment(Place(segment=Path("/dev/shm/maniple-1"), rule="asgd", seed=7))
+    assert set_by_person(["workers", "rule", "seed", "host_deadline"], env) == {"workers": "3"}
+
+
+def test_personal_settings_stand_where_others_have_theirs():
+    assert personal_settings({"HOME": "/home/ada"}) == Path("/home/ada/.config/maniple.yaml")
+    assert personal_settings({"HOME": "/home/ada", "XDG_CONFIG_HOME": "/etc/ada"}) == Path("/etc/ada/maniple.yaml")

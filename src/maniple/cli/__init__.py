@@ -1,21 +1,21 @@
 """The command `maniple`."""
 
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 import maniple
+from maniple.cli.join import join
 from maniple.cli.settings import settings
-from maniple.errors import InvalidArgument, ManipleError
+from maniple.errors import ManipleError
 from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
-from maniple.place import Limits, Place, environment
+from maniple.place import Limits
 from maniple.rules import parse_rule
+from maniple.session import Configured
 from maniple.wire.address import Address
 
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
@@ -35,13 +35,19 @@ def cli() -> None:
     """
 
 
-@cli.command(context_settings=_SCRIPT)
+@cli.command(cls=Configured, context_settings=_SCRIPT)
 @click.option("-n", "--workers", type=int, help="Workers to start. Default: one per device, else 1.")
 @click.option(
     "--devices",
     metavar="LIST",
     default="",
     help="A device for each worker, e.g. cuda:0,cuda:1 (worker.device).",
+)
+@click.option(
+    "--hosts",
+    metavar="LIST",
+    default="",
+    help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
 @click.option(
     "--restarts",
@@ -71,13 +77,18 @@ def run(**options: Any) -> None:
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz
       maniple run -n 4 --resume runs/last train.py
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
+      maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
+      maniple run session.yaml                              script, arguments and options from a file
+
+    Each option is also a key of session files, of ./.maniple.yaml and ~/.config/maniple.yaml (maximum_rate: 0.1),
+    and a variable (MANIPLE_MAXIMUM_RATE=0.1). The command line counts most, then variables, then files in this order.
 
     Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
     sys.exit(run_local(_job(**options)))
 
 
-@cli.command()
+@cli.command(cls=Configured)
 @click.option(
     "--listen",
     metavar="ADDRESS",
@@ -89,8 +100,11 @@ def run(**options: Any) -> None:
     "--from", "arrays", type=click.Path(path_type=Path), metavar="FILE", help="Begin with the arrays of a file."
 )
 @settings
+@click.argument("session", required=False)
 def serve(**options: Any) -> None:
     """Be a host alone: keep a center for workers that come and go, until Ctrl-C or SIGTERM.
+
+    SESSION is a file with settings, as for `maniple run`; its script and workers are not for a host alone.
 
     The address is printed and written to host.json in the run folder, beside the token that workers need. If the
     host is killed, --resume goes on where it was: workers train on meanwhile, find it again, and nothing is lost.
@@ -104,64 +118,6 @@ def serve(**options: Any) -> None:
     sys.exit(run_local(_job(**options)))
 
 
-@cli.command(context_settings=_SCRIPT)
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A copy of the run's file `token`. Default: MANIPLE_TOKEN_FILE or MANIPLE_TOKEN of the environment.",
-)
-@click.option(
-    "--certificate", type=click.Path(path_type=Path), metavar="FILE", help="The host's certificate, if it encrypts."
-)
-@click.option("--device", help="The device of this worker, e.g. cuda:0 (worker.device).")
-@click.argument("host")
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def join(
-    *,
-    host: str,
-    script: Path,
-    args: tuple[str, ...],
-    token_file: Path | None,
-    certificate: Path | None,
-    device: str | None,
-) -> None:
-    """Join a running host with one more worker, from anywhere, at any time.
-
-    HOST is HOST:PORT, or a run folder that can be seen from here, which also has the token.
-
-    \b
-      maniple join runs/last train.py --lr 0.1
-      maniple join --token-file token node-07:29400 train.py --lr 0.1
-    """
-    if not script.is_file():
-        raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
-    place = _reach(host, token_file, certificate).told(device=device)
-    env = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
-    if place.token is None:
-        env.pop("MANIPLE_TOKEN", None)
-    os.execve(sys.executable, [sys.executable, str(script), *args], os.environ | env)
-
-
-def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:
-    """How to reach a host given by its address or by its run folder."""
-    folder = Path(host)
-    try:
-        token = None if token_file is None else token_file.read_text().strip()
-        if not folder.is_dir():
-            return Place(address=str(Address.parse(host)), token=token, certificate=certificate)
-        known: dict[str, Any] = msgspec.json.decode((folder / "host.json").read_bytes())
-        token = token or (folder / "token").read_text().strip()
-    except OSError as error:
-        raise InvalidArgument(
-            f"{error.filename} cannot be read: {error.strerror}. Give HOST:PORT, or the folder of a run that listens."
-        ) from None
-    is_here = known["node"] == os.uname().nodename and known["unix"] and Path(known["unix"][5:]).exists()
-    certificate = certificate or (Path(known["certificate"]) if known["certificate"] else None)
-    return Place(address=known["unix"] if is_here else known["address"], token=token, certificate=certificate)
-
-
 def _job(
     *,
     every: int | None,
@@ -172,10 +128,13 @@ def _job(
     key: Path | None,
     workers: int | None = None,
     devices: str = "",
+    hosts: str = "",
     **rest: Any,
 ) -> Job:
     limits = Limits(**{part.name: rest.pop(part.name) for part in fields(Limits)})
-    given = tuple(filter(None, (device.strip() for device in devices.split(","))))
+    given, nodes = _split(devices), _split(hosts) if "script" in rest else ()
+    if nodes:
+        listen = listen or "0.0.0.0:0"
     if every is not None and maximum_rate is not None:
         raise click.UsageError("--every and --maximum-rate are two paces; give one of them.")
     pace = None
@@ -189,7 +148,15 @@ def _job(
         raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
     where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)
     count = 0 if "script" not in rest else len(given) or 1 if workers is None else workers
-    return Job(workers=count, pace=pace, devices=given, listen=where, limits=limits, **rest)
+    count *= max(1, len(nodes))
+    return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, **rest)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (word.strip() for word in text.split(","))))
+
+
+cli.add_command(join)
 
 
 def main() -> None:

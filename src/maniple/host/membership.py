@@ -49,9 +49,10 @@ class Membership:
 
     def join(self, worker: str, stream: Stream, said: Join) -> tuple[int, int]:
         """A worker has come, or come back; gives its rank and how often that was taken."""
+        is_ours = said.is_near or said.is_expected  # the launcher has started it, with a rank of its own
         with self._lock:
             is_known = worker in self._ranks
-            rank = self._rank_near(said.rank) if said.is_near else self._rank_elsewhere(worker, said.rank)
+            rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said.rank)
             if not is_known and rank != said.rank:
                 self._segment.renew(rank)
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
@@ -59,15 +60,15 @@ class Membership:
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
-        is_back = is_known or (rank == said.rank and not said.is_near)
+        is_back = is_known or (rank == said.rank and not is_ours)
         event = "returned" if is_back else "restarted" if said.restarts else "joined"
         self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
         return rank, incarnation
 
-    def _rank_near(self, rank: int) -> int:
+    def _rank_given(self, rank: int) -> int:
         if not 0 <= rank < self._reserved:
             raise BadFrame(
-                f"a worker says that it was started here as rank {rank}, where 0 to {self._reserved - 1} were."
+                f"a worker says that the launcher started it as rank {rank}, where 0 to {self._reserved - 1} were."
             )
         return rank
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maniple.launch import start
+from maniple.place import inherited
 
 
 class Child:
@@ -32,13 +33,14 @@ class Child:
         log: Path,
         cores: str = "",
         descriptors: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> int:
         """Start `command`; gives its process id."""
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env),
-                stdin=subprocess.DEVNULL,
+                env=inherited() | {"PYTHONUNBUFFERED": "1"} | dict(env),
+                stdin=stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group of its own: it and its children are ended together
@@ -46,6 +48,13 @@ class Child:
             )
         self.descriptor = os.pidfd_open(self._process.pid)
         return self._process.pid
+
+    def write(self, data: bytes) -> None:
+        """Give it something to read, if it was started with a pipe; one that has ended reads no more."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait at most so long for its end, and leave it to be collected."""
@@ -58,6 +67,9 @@ class Child:
         assert self._process is not None
         self.signal(signal.SIGKILL)  # its group; before the reaping, while the number still is its own
         exit_code = self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
         os.close(self.descriptor)
         self._process, self.descriptor = None, -1
         return exit_code

@@ -25,6 +25,7 @@ class Job:
     rule: str | None = None
     pace: str | None = None
     devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # other machines, on which the workers are started; none: on this one
     restarts: int = 0  # how often each worker may be started again
     name: str | None = None
     runs: Path = Path("runs")
@@ -39,6 +40,7 @@ class Job:
     resume: Path | None = None  # the folder of the run to go on with
     snapshot: str | None = None  # the one to go on from, a number or "best"; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
+    session: Path | None = None  # the file that the settings came from
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS; None: the default one
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
@@ -72,6 +74,7 @@ class Job:
         arguments(self.controller_args)
         if self.listen is not None:
             self.listen.check()
+        _check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
 
@@ -79,11 +82,13 @@ class Job:
         """What was asked for, to be written down."""
         return {
             "script": str(self.script.resolve()) if self.script else None,
+            "session": str(self.session.resolve()) if self.session else None,
             "args": list(self.args),
             "workers": self.workers,
             "rule": self.rule,
             "pace": self.pace,
             "devices": list(self.devices),
+            "hosts": list(self.hosts),
             "restarts": self.restarts,
             "seed": self.seed,
             "wire": self.wire,
@@ -98,9 +103,18 @@ class Job:
         """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""
         return [arg.replace("{rank}", str(rank)).replace("{world}", str(self.workers)) for arg in self.args]
 
-    def device(self, rank: int) -> str | None:
-        """The device of one worker; workers share devices in turn if there are fewer."""
-        return self.devices[rank % len(self.devices)] if self.devices else None
+    @property
+    def workers_per_node(self) -> int:
+        """How many workers each machine runs."""
+        return self.workers // max(1, len(self.hosts))
+
+    def node(self, rank: int) -> str | None:
+        """The other machine that runs a worker; None: this one."""
+        return self.hosts[rank // self.workers_per_node] if self.hosts else None
+
+    def device(self, local_rank: int) -> str | None:
+        """The device of one worker of a machine; workers share devices in turn if there are fewer."""
+        return self.devices[local_rank % len(self.devices)] if self.devices else None
 
 
 def split_cores(cores: list[int], workers: int) -> list[list[int]]:
@@ -114,6 +128,16 @@ def split_cores(cores: list[int], workers: int) -> list[list[int]]:
 def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
     """How many threads numeric libraries may start; what the user has set already stays."""
     return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
+
+
+def _check_hosts(hosts: tuple[str, ...]) -> None:
+    if len(set(hosts)) < len(hosts):
+        raise InvalidArgument(f"--hosts {','.join(hosts)} names a host twice. Name it once, and raise -n.")
+    for host in hosts:
+        if host.startswith("-") or len(host.split()) != 1:
+            raise InvalidArgument(
+                f"--hosts has {host!r}, which is no host. Write names for ssh: --hosts node-1,node-2."
+            )
 
 
 def _near(script: Path) -> str:

@@ -18,6 +18,7 @@ from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
+from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
 from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
@@ -92,8 +93,11 @@ class _Run:
         reach = self._gate.place.told(key=None)
         cores = sorted(os.sched_getaffinity(0))
         threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
+        kind = Process
+        if job.hosts:
+            kind, reach = Remote, reach.told(address=str(self._gate.public))
         self._processes = [
-            Process(job, host, rank, cores=part, threads=threads, reach=reach)
+            kind(job, host, rank, cores=part, threads=threads, reach=reach)
             for rank, part in enumerate(split_cores(cores, job.workers))
         ]
         self._board = Board(host.folder, job.workers)
@@ -130,6 +134,7 @@ class _Run:
 
     def _greet(self) -> None:
         who = count(self._job.workers, "worker") if self._job.script else "a host alone"
+        who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
         self._say(f"{who}, run folder {_short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)

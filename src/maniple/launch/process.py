@@ -30,20 +30,29 @@ class Process(Child):
         """It should be started now."""
         return not self.is_running and not self.is_done and time.monotonic() >= self._due
 
-    def start(self) -> None:
-        """Start the script."""
-        place = self._reach.told(
+    @property
+    def place(self) -> Place:
+        """Who this worker is."""
+        local_world = self._job.workers_per_node
+        return self._reach.told(
             rank=self.rank,
-            local_rank=self.rank,
-            local_world=self._job.workers,
-            device=self._job.device(self.rank),
+            local_rank=self.rank % local_world,
+            local_world=local_world,
+            device=self._job.device(self.rank % local_world),
             restarts=self.restarts,
         )
+
+    @property
+    def command(self) -> list[str]:
+        """The script, as this worker runs it."""
+        return [sys.executable, str(self._job.script), *self._job.arguments(self.rank)]
+
+    def start(self) -> None:
+        """Start the script."""
         cores = ",".join(map(str, self._cores)) if self._job.bind else ""
-        command = [sys.executable, str(self._job.script), *self._job.arguments(self.rank)]
         self._host.expect(self.rank)
-        env = self._threads | environment(place)
-        pid = self.spawn(command, env=env, log=self._host.folder.log(self.rank), cores=cores)
+        env = self._threads | environment(self.place)
+        pid = self.spawn(self.command, env=env, log=self._host.folder.log(self.rank), cores=cores)
         self._host.events.write("started", worker=self.rank, pid=pid)
 
     def collect(self) -> int:

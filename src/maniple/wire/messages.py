@@ -177,13 +177,14 @@ class Bye(_Said, frozen=True, tag=27):
 
 class Join(_Said, frozen=True, tag=40):
     """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
-    rank, and I use the center in shared memory."""
+    rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine."""
 
     node: str
     pid: int
     rank: int
     restarts: int
     is_near: bool = False
+    is_expected: bool = False
 
 
 class Joined(_Said, frozen=True, tag=41):

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from maniple.center.link import Door, Link, checked
 from maniple.center.tcp import insist
 from maniple.errors import BadFrame, ManipleError
@@ -87,7 +89,7 @@ class Control:
         if not isinstance(answer, Joined):
             raise BadFrame("the host was told of a new worker, and said something else.")
         self.joined, self.live = answer, answer.live
-        self._who = Join(self._who.node, self._who.pid, answer.rank, self._who.restarts, self._who.is_near)
+        self._who = msgspec.structs.replace(self._who, rank=answer.rank)
         return answer
 
     def _beat_on(self) -> None:

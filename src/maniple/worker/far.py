@@ -33,7 +33,11 @@ class Far:
     def __init__(self, place: Place, count: Count) -> None:
         self._door = door = Door.of(place)
         self._count = count
-        self._control = Control(door, Join(place.node, os.getpid(), -1, place.restarts), count=count)
+        # A launcher that has started it from another machine tells its segment, which is not here, and a rank.
+        is_expected = place.segment is not None
+        rank = place.rank if is_expected else -1
+        who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
+        self._control = Control(door, who, count=count)
         told = self._control.join(_JOIN_S)
         self.place = place.told(
             rank=told.rank,

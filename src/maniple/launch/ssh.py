@@ -1,0 +1,63 @@
+"""A worker's process on another machine: ssh starts it, and what it prints comes back to the run folder."""
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from maniple.errors import InvalidArgument
+from maniple.launch import remote
+from maniple.launch.process import Process
+from maniple.place import THREAD_VARIABLES, environment
+
+# Nobody is asked for a password; a machine that is gone is noticed within half a minute.
+_OPTIONS = ["BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
+
+
+def find_ssh() -> str:
+    """The path of ssh."""
+    if (path := shutil.which("ssh")) is None:
+        raise InvalidArgument("--hosts needs the command ssh, and there is none in PATH. Install an OpenSSH client.")
+    return path
+
+
+class Remote(Process):
+    """A worker at the other end of an ssh connection, and gone when that ends.
+
+    Python, maniple, the script and the working folder must have the same paths there.
+    """
+
+    def start(self) -> None:
+        """Start the script."""
+        node = self._job.node(self.rank)
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        there = f"exec {shlex.join([sys.executable, '-I', '-S', remote.__file__])}"
+        self._host.expect(self.rank)
+        log = self._host.folder.log(self.rank)
+        pid = self.spawn([find_ssh(), "-T", *options, "--", str(node), there], env={}, log=log, stdin=subprocess.PIPE)
+        self.write(json.dumps(self._asked()).encode() + b"\n")
+        self._host.events.write("started", worker=self.rank, pid=pid, node=node)
+
+    def signal(self, number: int) -> None:
+        """SIGKILL ends the connection, and the worker with it; anything else is passed on as SIGTERM."""
+        if number == signal.SIGKILL:
+            super().signal(number)
+        else:
+            self.write(b"SIGTERM\n")
+
+    def _asked(self) -> dict[str, object]:
+        place = self.place
+        certificate = place.certificate.read_text() if place.certificate else None
+        return {
+            "folder": str(Path.cwd()),
+            "command": self.command,
+            "env": {"PYTHONUNBUFFERED": "1"} | environment(place.told(certificate=None)),
+            "certificate": certificate,
+            "local_rank": place.local_rank,
+            "local_world": place.local_world,
+            "threads": THREAD_VARIABLES,
+            "bind": self._job.bind,
+        }

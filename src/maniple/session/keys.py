@@ -1,0 +1,100 @@
+"""The keys that files may have: the options of the commands, a script, and words of older systems."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from maniple.errors import InvalidArgument
+from maniple.session.file import Setting
+
+OF_SESSION = ("script", "args", "sync_start")  # for one run: no keys of a general file
+_NOW = {"sync_rule": "rule", "avg_freq": "every"}  # what older systems call it, and we
+
+
+def option_keys(command: click.Command) -> dict[str, click.Option]:
+    """The options of a command by their keys: `--snapshot-every` is `snapshot_every`."""
+    keys: dict[str, click.Option] = {}
+    for option in command.params:
+        long = next((name for name in option.opts if name.startswith("--")), None)
+        if isinstance(option, click.Option) and long and not option.is_eager:
+            keys[long.removeprefix("--").replace("-", "_")] = option
+    return keys
+
+
+def check_keys(settings: dict[str, Setting], options: Iterable[str]) -> None:
+    """Raise InvalidArgument for a key that means nothing."""
+    known = [*options, *OF_SESSION, *_NOW]
+    for key, setting in settings.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Keys are {', '.join(known)}."
+            raise InvalidArgument(f"{setting.origin}: there is no setting {key!r}. {hint}")
+        if setting.is_general and key in OF_SESSION:
+            raise InvalidArgument(
+                f"{setting.origin}: {key} is of one run, and this file is for all. Move it to a session file, "
+                "which is run by `maniple run session.yaml`."
+            )
+
+
+def translate(settings: dict[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
+    """The settings with today's keys, and a line about each that was translated."""
+    now: dict[str, Setting] = {}
+    notes: list[str] = []
+    for key, setting in settings.items():
+        if (new := _NOW.get(key, key)) != key:
+            if new in settings:
+                raise InvalidArgument(
+                    f"{setting.origin}: {key} is another word for {new}, which stands in {settings[new].origin}. "
+                    "Keep one of them."
+                )
+            notes.append(f"{setting.origin}: {key} is read as {new}: {shown(setting.value)}")
+        now[new] = setting
+    return now, notes
+
+
+def convert(context: click.Context, key: str, option: click.Option, setting: Setting) -> Any:
+    """The value as the command line would give it; raises InvalidArgument if it cannot be one."""
+    try:
+        return option.type_cast_value(context, _as_typed(key, option, setting))
+    except click.BadParameter as error:
+        raise InvalidArgument(
+            f"{setting.origin}: {key} cannot be {shown(setting.value)!r}: {error.message.rstrip('.')}. "
+            f"Write {_form(key, option)}, or leave it out."
+        ) from None
+
+
+def _as_typed(key: str, option: click.Option, setting: Setting) -> str | tuple[str, ...]:
+    """The words as they would stand on the command line."""
+    is_path = isinstance(option.type, click.Path) or (option.metavar or "").startswith("FILE")
+    if is_path and setting.folder is not None:
+        setting = replace(setting, value=_anchored(setting))
+    value = setting.value
+    if option.multiple or option.nargs != 1:
+        return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value
+    if option.metavar == "LIST":
+        return ",".join(value)
+    raise InvalidArgument(f"{setting.origin}: {key} is a list of {len(value)} values, but takes one. Keep one of them.")
+
+
+def _anchored(setting: Setting) -> str | tuple[str, ...]:
+    """Paths in a file begin at the file's folder, or at `~`."""
+    folder = setting.folder or Path()
+    if isinstance(setting.value, str):
+        return str(folder / Path(setting.value).expanduser())
+    return tuple(str(folder / Path(path).expanduser()) for path in setting.value)
+
+
+def _form(key: str, option: click.Option) -> str:
+    if option.is_flag:
+        return "true or false"
+    return f"what --{key.replace('_', '-')} takes ({option.metavar or option.type.name.upper()})"
+
+
+def shown(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else ", ".join(value)

@@ -1,0 +1,47 @@
+"""The sources of settings beside the command line: variables, the session file and the files for all runs."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from maniple.place import personal_settings, set_by_person, setting_variable
+from maniple.session.file import Setting, read_settings
+from maniple.session.keys import check_keys, convert, translate
+
+_OF_FOLDER = Path(".maniple.yaml")
+
+
+def from_variables(context: click.Context, options: dict[str, click.Option]) -> dict[str, Setting]:
+    """What the environment says about these options."""
+    settings: dict[str, Setting] = {}
+    for key, text in set_by_person(options).items():
+        option = options[key]
+        is_many = option.multiple or option.nargs != 1
+        settings[key] = Setting(tuple(option.type.split_envvar_value(text)) if is_many else text, setting_variable(key))
+        convert(context, key, option, settings[key])  # tells now what is wrong with it
+    return settings
+
+
+def from_file(
+    context: click.Context, path: Path, options: dict[str, click.Option], *, is_general: bool = False
+) -> tuple[dict[str, Setting], list[str]]:
+    """What a file says, checked whole, and a line about each of its words that was translated."""
+    settings = read_settings(path, is_general=is_general)
+    check_keys(settings, options)
+    settings, notes = translate(settings)
+    for key, setting in settings.items():
+        if key in options:
+            convert(context, key, options[key], setting)  # also if another source counts more
+    return settings, notes
+
+
+def general_files() -> list[Path]:
+    """The files for all runs that are there: of this folder, and of this person."""
+    return [path for path in (_OF_FOLDER, personal_settings()) if _is_there(path)]
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(OSError):  # a home that is not ours
+        return path.exists()
+    return False
