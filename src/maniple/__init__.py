@@ -5,7 +5,7 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     cli                            the command
     launch                         starts workers and looks after them
     host | worker                  the owner of a run; a process that trains
-    client | sampler               named arrays at a host; which samples a worker takes
+    client | sampler | feed        named arrays at a host; which samples a worker takes; batches that others make
     center                         the shared parameters
     rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
@@ -22,6 +22,8 @@ from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
     from maniple.client import Client
+    from maniple.feed.prefetch import Prefetch
+    from maniple.feed.producer import Feed
 
 __version__ = "0.1.0"
 
@@ -31,7 +33,9 @@ __all__ = [
     "Client",
     "Downpour",
     "Every",
+    "Feed",
     "ManipleError",
+    "Prefetch",
     "RateLimit",
     "Replica",
     "Rule",
@@ -41,9 +45,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Client":  # imported at its first use, so that `import maniple` stays light
-        from maniple.client import Client
+# Imported at their first use, so that `import maniple` stays light.
+_LATER = {"Client": "maniple.client", "Feed": "maniple.feed.producer", "Prefetch": "maniple.feed.prefetch"}
 
-        return Client
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        from importlib import import_module
+
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'maniple' has no attribute {name!r}")

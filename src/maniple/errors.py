@@ -10,6 +10,7 @@
     ├── HostAway (ConnectionError)             1   the host cannot be reached now
     ├── NotAdmitted                            1   the other side does not know the token, or is another run
     ├── BadFrame                               1   the other side does not speak this protocol
+    ├── ProducerFailed                         1   a feed's producer ended with an error, or was killed
     └── WorkerFailed                           1   a worker ended with an error and may not be restarted
 
 A command that ends by one of them exits with the number beside it.
@@ -76,6 +77,12 @@ class BadFrame(ManipleError):
     exit_code = 1
 
 
+class ProducerFailed(ManipleError):
+    """A producer ended with an error, or was killed: batches are missing. The text has its traceback."""
+
+    exit_code = 1
+
+
 class WorkerFailed(ManipleError):
     """A worker ended with an error."""
 
@@ -84,7 +91,17 @@ class WorkerFailed(ManipleError):
 
 KINDS = {
     kind.__name__: kind
-    for kind in (InvalidArgument, SharedMemoryFull, LayoutMismatch, Diverged, WaitedTooLong, NotAdmitted, BadFrame)
+    for kind in (
+        InvalidArgument,
+        Conflict,
+        SharedMemoryFull,
+        LayoutMismatch,
+        Diverged,
+        WaitedTooLong,
+        NotAdmitted,
+        BadFrame,
+        ProducerFailed,
+    )
 }
 
 

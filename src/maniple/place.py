@@ -48,6 +48,14 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    producer: int = -1  # of a producer: which of its feed it is; -1: not told
+    producers: int = 1  # of how many
+    producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
+
+    @property
+    def is_near(self) -> bool:
+        """The run's shared memory is on this machine."""
+        return self.segment is not None and (self.address is None or self.segment.exists())
 
     @property
     def is_alone(self) -> bool:
@@ -79,6 +87,9 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
+        "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
+        "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 
@@ -109,6 +120,9 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=_path(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        producer=_number(env, "MANIPLE_PRODUCER", -1),
+        producers=_number(env, "MANIPLE_PRODUCERS", 1),
+        producer_number=_number(env, "MANIPLE_PRODUCER_NUMBER", -1),
     )
 
 

@@ -24,6 +24,7 @@ from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
 from maniple.center.turns import Left, Turns
 from maniple.errors import BadFrame, InvalidArgument, ManipleError
+from maniple.feed.serving import serve_feed
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored
 from maniple.host.saving import save_as
@@ -137,6 +138,9 @@ class Server:
             raise BadFrame(f"{proof.worker!r} cannot name a worker.")
         if proof.role == "control":
             self._control(stream, proof.worker)
+            return
+        if proof.role == "feed":
+            serve_feed(stream, self._segment.path, proof.worker, self._over.is_set)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

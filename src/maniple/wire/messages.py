@@ -4,6 +4,7 @@ every connection    Hello, Proof, Welcome; Refusal at any time
 data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask, Told; Take, Put; Find; Names, Listing;
                     Save, Saved; Bye
 control             Join, Joined, Beat, Beaten
+feed                Supply, Supplied; Push, Room, Batch, Got; End; Fetch; Over; Later
 """
 
 import msgspec
@@ -209,6 +210,66 @@ class Beaten(_Said, frozen=True, tag=43):
     live: int
 
 
+class Supply(_Said, frozen=True, tag=50):
+    """Producer: I push to this feed, as producer `index` of `count` (-1: the next one); so many batches may wait."""
+
+    feed: str
+    index: int
+    count: int
+    high_water: int
+
+
+class Supplied(_Said, frozen=True, tag=51):
+    """Host: then you are producer `index` of `count`; I have your first `pushed` batches."""
+
+    index: int
+    count: int
+    pushed: int
+
+
+class Push(_Said, frozen=True, tag=52):
+    """Producer: my batch `number` has so many bytes. Is there room for it?"""
+
+    number: int
+    size_bytes: int
+
+
+class Room(_Said, frozen=True, tag=53):
+    """Host: there is. Send it."""
+
+
+class Batch(_Said, frozen=True, tag=54):
+    """Either: batch `number` is in the payload."""
+
+    number: int
+
+
+class Got(_Said, frozen=True, tag=55):
+    """Either: I have batch `number`, and you need not keep it."""
+
+    number: int
+
+
+class End(_Said, frozen=True, tag=56):
+    """Producer: no more will come from me; if I have failed, my traceback is in the payload."""
+
+    is_failure: bool
+
+
+class Fetch(_Said, frozen=True, tag=57):
+    """Worker: give me the next batch of this feed."""
+
+    feed: str
+
+
+class Later(_Said, frozen=True, tag=58):
+    """Host: not yet; I am alive."""
+
+
+class Over(_Said, frozen=True, tag=59):
+    """Host: all producers have ended, and nothing is left. (To a producer that has ended: I know.)"""
+
+
 Message = (
     Hello
     | Proof
@@ -236,4 +297,14 @@ Message = (
     | Joined
     | Beat
     | Beaten
+    | Supply
+    | Supplied
+    | Push
+    | Room
+    | Batch
+    | Got
+    | End
+    | Fetch
+    | Later
+    | Over
 )

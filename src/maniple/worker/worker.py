@@ -14,6 +14,8 @@ import numpy as np
 
 from maniple.adapters import adapt
 from maniple.errors import Conflict, InvalidArgument, ManipleError
+from maniple.feed import waits
+from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place, find
@@ -70,7 +72,9 @@ class Worker:
         self._stop: StopAfter | None = None
         self._replicas: list[Replica] = []
         self._samplers: list[Sampler] = []
+        self._feeds = Feeds(place, lambda: self.should_stop)
         if self._seat is not None:
+            waits.report_to(self._events)
             self._events.write(
                 "join",
                 rank=self.rank,
@@ -178,6 +182,10 @@ class Worker:
         self._samplers.append(sampler)
         return sampler
 
+    def feed(self, name: str = DEFAULT) -> Batches:
+        """The batches that producers push to feed `name`, to iterate over; each goes to exactly one worker."""
+        return self._feeds.open(name)
+
     def log(self, **values: Any) -> None:
         """Write one timestamped row of numbers or words; `loss` is also shown live."""
         if self._seat is not None:
@@ -206,6 +214,7 @@ class Worker:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
         finally:
+            self._feeds.close()
             if self._seat is not None:
                 self._seat.leave(failed=self._has_failed)
 
