@@ -1,5 +1,6 @@
 """Feeds: one suite for batches that go through shared memory and over TCP, between threads and real processes."""
 
+import itertools
 import os
 import random
 import signal
@@ -134,7 +135,7 @@ def flow(ends: Ends, counts: list[int], workers: int) -> list[list[tuple[int, in
 @pytest.mark.parametrize("counts", [[0], [1], [7], [30], [7, 0], [11, 1, 20]], ids=str)
 def test_each_batch_goes_to_one_worker_in_order_and_all_see_the_end(ends, counts, workers):
     taken = flow(ends, counts, workers)
-    assert sorted(sum(taken, [])) == [(i, number) for i, count in enumerate(counts) for number in range(count)]
+    assert sorted(itertools.chain(*taken)) == [(i, number) for i, count in enumerate(counts) for number in range(count)]
     for mine in taken:
         for index in range(len(counts)):
             numbers = [number for producer, number in mine if producer == index]
@@ -211,7 +212,9 @@ def test_traceback_of_a_producer_reaches_every_worker_each_time(ends):
     for _ in range(2):
         batches = ends.batches()
         for _ in range(2):
-            with pytest.raises(ProducerFailed, match="producer 1 of feed 'x'(?s:.*)ValueError: the disk is upside down"):
+            with pytest.raises(
+                ProducerFailed, match=r"producer 1 of feed 'x'(?s:.*)ValueError: the disk is upside down"
+            ):
                 list(batches)
 
 
@@ -306,7 +309,7 @@ def test_feeds_of_different_names_do_not_mix(ends):
 
 def test_what_producers_disagree_on_is_said(ends):
     first = ends.sink(high_water=4, index=0, count=2)
-    with pytest.raises(Conflict, match="high_water=5(?s:.*)4"):
+    with pytest.raises(Conflict, match=r"high_water=5(?s:.*)4"):
         ends.sink(high_water=5, index=1, count=2)
     with pytest.raises(Conflict, match="producer 0 of feed 'x' has come already"):
         ends.sink(index=0, count=2)

@@ -95,7 +95,8 @@ def _table(buffer: Array) -> tuple[list[tuple[str, tuple[int, ...]]], list[int],
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
     kind = np.dtype(dtype)
-    if kind.kind not in _KINDS or kind.str != dtype or any(length < 0 for length in shape) or len(shape) > 32:
+    is_shape = len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(max(1, n) for n in shape) < 1 << 56
+    if kind.kind not in _KINDS or kind.str != dtype or not is_shape:
         raise ValueError(f"{dtype!r} {shape} is no array of numbers")
     return math.prod(shape) * kind.itemsize
 

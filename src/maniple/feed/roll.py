@@ -6,6 +6,7 @@ its lock go without saying that it has ended was killed.
 """
 
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,8 +179,10 @@ class Watch:
             )
 
 
-def clear_marks(segment: Path, count: int) -> None:
-    """Begin the launcher's notes on `count` producers."""
+def begin(segment: Path, count: int) -> None:
+    """Begin the launcher's notes on `count` producers; feeds that a killed host has left are gone with theirs."""
+    for path in segment.glob("feed-*"):
+        shutil.rmtree(path, ignore_errors=True)
     (segment / "producers").write_bytes(bytes(count))
 
 

@@ -2,12 +2,14 @@
 
 import difflib
 import itertools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
 from maniple.errors import InvalidArgument
+from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.host import KEEP
 from maniple.launch.door import Listen
 from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
@@ -38,6 +40,8 @@ class Job:
     resume: Path | None = None  # the folder of the run to go on with
     snapshot: int | None = None  # the one to go on from; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
+    feeds: tuple[str, ...] = ()  # scripts that produce batches, each with its arguments
+    producers: int = 1  # how many copies of each
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -62,6 +66,14 @@ class Job:
             self.listen.check()
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
+        if not 1 <= self.producers <= MAX_PRODUCERS:
+            raise InvalidArgument(
+                f"--producers {self.producers}: 1 to {MAX_PRODUCERS} copies of a script can be started. Write 2."
+            )
+        for number in range(len(self.feeds)):
+            script = Path(next(iter(self.feed_command(number)), ""))
+            if not script.is_file():
+                raise InvalidArgument(f"there is no script {str(script)!r} for --feed in {Path.cwd()}. {_near(script)}")
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, to be written down."""
@@ -77,11 +89,20 @@ class Job:
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
+            "feeds": list(self.feeds),
+            "producers": self.producers,
         }
 
     def arguments(self, rank: int) -> list[str]:
         """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""
         return [arg.replace("{rank}", str(rank)).replace("{world}", str(self.workers)) for arg in self.args]
+
+    def feed_command(self, number: int) -> list[str]:
+        """The words of one --feed: a script and its arguments, as a shell would split them."""
+        try:
+            return shlex.split(self.feeds[number])
+        except ValueError as error:
+            raise InvalidArgument(f"--feed {self.feeds[number]!r} cannot be split into words: {error}.") from None
 
     def device(self, rank: int) -> str | None:
         """The device of one worker; workers share devices in turn if there are fewer."""

@@ -16,6 +16,7 @@ from maniple.launch.board import Board, count
 from maniple.launch.door import Door
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
+from maniple.launch.producers import Producer, Producers
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.view import View, open_view
 from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
@@ -90,6 +91,7 @@ class _Run:
             Process(job, host, rank, cores=part, threads=threads, reach=reach)
             for rank, part in enumerate(split_cores(cores, job.workers))
         ]
+        self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
         self._is_hurried = False
@@ -137,7 +139,7 @@ class _Run:
 
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
-        children: list[Process | Door] = [*self._processes]
+        children: list[Process | Producer | Door] = [*self._processes, *self._producers.all]
         if self._door is not None:
             children.append(self._door)
         with selectors.DefaultSelector() as selector:
@@ -150,9 +152,13 @@ class _Run:
                     selector.unregister(key.fileobj)
                     if isinstance(key.data, Door):
                         self._mind_server(key.data)
+                    elif isinstance(key.data, Producer):
+                        self._mind_producer(key.data)
                     else:
                         self._mind_death(key.data)
+                self._producers.blame(at_once=False)
                 self._show()
+        self._producers.blame()
         if not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
@@ -172,6 +178,13 @@ class _Run:
         self._host.events.write("server died", exit_code=exit_code)
         self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
 
+    def _mind_producer(self, producer: Producer) -> None:
+        if exit_code := producer.collect():
+            log = self._host.folder.log(producer.name)
+            self._producers.fail(
+                WorkerFailed(f"producer {producer.number} {_reason(exit_code)}, so the run ends. {_last_words(log)}")
+            )
+
     def _tell_unsaved(self, error: Exception) -> None:
         self._tell(self._view.error, f"no snapshot could be written: {error}. Training goes on.")
 
@@ -180,6 +193,9 @@ class _Run:
         self._board.mark(process.rank, "done" if exit_code == 0 else "dead")
         if exit_code == 0:
             return
+        if (producer := self._producers.failing()) is not None:
+            self._mind_producer(producer)
+        self._producers.blame()
         if process.restarts < self._job.restarts:
             process.restart()
             which = f"restart {process.restarts} of {self._job.restarts}"
@@ -188,10 +204,7 @@ class _Run:
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
-        raise WorkerFailed(
-            f"worker {process.rank} {_reason(exit_code)}{again}, so the run ends. Its last lines ({_short(log)}):\n"
-            + "\n".join("    " + line for line in _last_lines(log))
-        )
+        raise WorkerFailed(f"worker {process.rank} {_reason(exit_code)}{again}, so the run ends. {_last_words(log)}")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
@@ -205,6 +218,7 @@ class _Run:
                         process.signal(signal.SIGKILL)
                 process.collect()
                 self._board.mark(process.rank, "ended")
+        self._producers.end(lambda: self._is_hurried)
 
     def _close(self, exit_code: int) -> int:
         if self._door is not None:
@@ -263,10 +277,11 @@ def _reason(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def _last_lines(log: Path) -> list[str]:
+def _last_words(log: Path) -> str:
+    lines: list[str] = []
     with suppress(OSError):
-        return log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return []
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    return f"Its last lines ({_short(log)}):\n" + "\n".join("    " + line for line in lines)
 
 
 def _short(path: Path) -> str:
