@@ -101,6 +101,8 @@ def test_what_was_asked_for_is_written_down():
         "wire": None,
         "listen": None,
         "snapshot_every": 300.0,
+        "feeds": [],
+        "producers": 1,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected
 

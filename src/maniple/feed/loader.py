@@ -6,7 +6,6 @@ import mmap
 import os
 import pickle
 import signal
-import socket
 import struct
 import sys
 import traceback
@@ -30,10 +29,10 @@ class _Unwanted(BaseException):
     """The parent wants no more."""
 
 
-def load(iterable: Iterable[Any], link: socket.socket, slots: Sequence[int], parent: int) -> NoReturn:
-    """Send all of `iterable`, or what it raises, and end this process."""
+def load(iterable: Iterable[Any], notes: int, free: int, slots: Sequence[int], parent: int) -> NoReturn:
+    """Hand over all of `iterable`, or what it raises, and end this process."""
     _settle(parent)
-    hand = _Hand(link, slots)
+    hand = _Hand(notes, free, slots)
     try:
         for item in iterable:
             hand.over(BATCH, _pickled(item))
@@ -51,8 +50,8 @@ def load(iterable: Iterable[Any], link: socket.socket, slots: Sequence[int], par
 class _Hand:
     """Gives batches to the parent, as long as it has taken those before."""
 
-    def __init__(self, link: socket.socket, slots: Sequence[int]) -> None:
-        self._link, self._slots = link, slots
+    def __init__(self, notes: int, free: int, slots: Sequence[int]) -> None:
+        self._notes, self._freed, self._slots = notes, free, slots
         self._free = deque(range(len(slots)))
         self._maps: dict[int, Array] = {}
 
@@ -60,10 +59,10 @@ class _Hand:
         """Wait for a free slot, fill it and say so."""
         batch = Batch.of(arrays)
         if not self._free:
-            slot = self._link.recv(1)
-            if not slot:
+            freed = os.read(self._freed, 256)
+            if not freed:
                 raise _Unwanted
-            self._free.append(slot[0])
+            self._free.extend(freed)
         slot = self._free.popleft()
         batch.write(self._buffer(slot, batch.size_bytes))
         self.note(kind, slot, batch.size_bytes)
@@ -71,7 +70,7 @@ class _Hand:
     def note(self, kind: int, slot: int = 0, size: int = 0) -> None:
         """Say something."""
         try:
-            self._link.send(NOTE.pack(kind, slot, size))
+            os.write(self._notes, NOTE.pack(kind, slot, size))
         except OSError:
             raise _Unwanted from None
 

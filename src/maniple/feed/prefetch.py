@@ -1,6 +1,7 @@
 """Prefetch: the next batches are loaded in another process while this one trains.
 
-Batches travel through shared memory without a name, so that nothing can be left behind; a socket carries who may go on.
+Batches travel through shared memory without a name, so that nothing can be left behind. One pipe tells which slot is
+full, another which is free again.
 """
 
 import mmap
@@ -8,7 +9,6 @@ import os
 import pickle
 import select
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -67,13 +67,17 @@ class _Pass(Generic[T]):
     def __init__(self, iterable: Iterable[T], ahead: int) -> None:
         self._slots = [os.memfd_create("maniple-batch") for _ in range(ahead)]
         self._maps: dict[int, Array] = {}
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = self._fork(iterable, theirs)
-        theirs.close()
+        self._notes, notes = os.pipe()
+        free, self._free = os.pipe()
+        os.set_blocking(self._notes, False)
+        pid = self._fork(iterable, notes, free)
+        os.close(notes)
+        os.close(free)
         self._process = os.pidfd_open(pid)
-        self._end = weakref.finalize(self, _end, os.getpid(), pid, self._process, self._socket, self._slots)
+        files = [self._notes, self._free, self._process, *self._slots]
+        self._end = weakref.finalize(self, _end, os.getpid(), pid, self._process, files)
         self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._notes, select.POLLIN)
         self._poll.register(self._process, select.POLLIN)
         self._waits = Waits("prefetch")
 
@@ -93,20 +97,21 @@ class _Pass(Generic[T]):
             self._close()
             _raise(arrays)
         with suppress(OSError):  # it has ended since
-            self._socket.send(bytes([slot]))
+            os.write(self._free, bytes([slot]))
         batch = pickle.loads(arrays[0].data, buffers=arrays[1:])
         self._waits.add(time.perf_counter() - begin)
         return batch
 
-    def _fork(self, iterable: Iterable[T], theirs: socket.socket) -> int:
+    def _fork(self, iterable: Iterable[T], notes: int, free: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._socket.close()
-                load(iterable, theirs, self._slots, parent)
+                os.close(self._notes)
+                os.close(self._free)
+                load(iterable, notes, free, self._slots, parent)
             finally:  # whatever happens, this copy of the trainer must not go on as one
                 os._exit(1)
         return pid
@@ -115,7 +120,7 @@ class _Pass(Generic[T]):
         """What the loader says next. It is waited for as long as it lives."""
         self._poll.poll()
         try:
-            note = self._socket.recv(NOTE.size, socket.MSG_DONTWAIT)
+            note = os.read(self._notes, NOTE.size)
         except BlockingIOError:
             note = b""
         if note:
@@ -164,11 +169,10 @@ def _how(process: int) -> str:
     return "ended"
 
 
-def _end(parent: int, pid: int, process: int, link: socket.socket, slots: list[int]) -> None:
+def _end(parent: int, pid: int, process: int, files: list[int]) -> None:
     """End the loader's process, with patience for what it has started itself."""
     if os.getpid() != parent:  # a copy of the trainer, which has no such child
         return
-    link.close()
     poll = select.poll()
     poll.register(process, select.POLLIN)
     with suppress(ProcessLookupError, ChildProcessError):
@@ -177,5 +181,5 @@ def _end(parent: int, pid: int, process: int, link: socket.socket, slots: list[i
             if not poll.poll(_GRACE_S * 1000):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         os.waitpid(pid, 0)
-    for file in (process, *slots):
+    for file in files:
         os.close(file)
