@@ -158,15 +158,6 @@ def test_feed_that_nobody_opens_is_an_error(feed):
     assert "Theirs: batches" in run.output
 
 
-def test_producer_cannot_join_and_a_worker_alone_has_no_feed(feed):
-    confused = feed("import maniple\nmaniple.join()\n", TRAIN)
-    assert confused.wait() == 1
-    assert "cannot join as a worker" in confused.output
-    code = "import maniple\nlist(maniple.join().feed())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "this worker is alone" in done.stderr
-
-
 def test_producer_and_workers_elsewhere_reach_the_feed_of_a_host(serve, tmp_path):
     host = serve()
     workers = [host.join(TRAIN) for _ in range(2)]
@@ -187,7 +178,7 @@ def test_producer_and_workers_elsewhere_reach_the_feed_of_a_host(serve, tmp_path
 def test_server_killed_under_a_feed_loses_and_doubles_no_push(serve, tmp_path):
     host = serve()
     train = TRAIN.replace("worker.log(number=number)", "worker.log(number=number); import time; time.sleep(0.02)")
-    (tmp_path / "produce.py").write_text(textwrap.dedent(PRODUCE.replace("22", "150")))
+    (tmp_path / "produce.py").write_text(textwrap.dedent(PRODUCE.replace("22", "120")))
     env = {"MANIPLE_ADDRESS": host.address, "MANIPLE_TOKEN_FILE": str(host.token)}
     producer = subprocess.Popen([sys.executable, "produce.py"], cwd=tmp_path, env=os.environ | env)
     worker = host.join(train)
@@ -198,5 +189,5 @@ def test_server_killed_under_a_feed_loses_and_doubles_no_push(serve, tmp_path):
     assert worker.returncode == 0, output
     assert host.end() == 0
     # The one that was under way to the worker may have come twice.
-    assert sorted(set(numbers(host))) == list(range(150))
-    assert len(numbers(host)) <= 151
+    assert sorted(set(numbers(host))) == list(range(120))
+    assert len(numbers(host)) <= 121

@@ -11,8 +11,8 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Client", "Downpour", "EASGD", "Every", "ManipleError", "RateLimit", "Replica", "Rule", "StopAfter",
-        "Worker", "join",
+        "ASGD", "Client", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit", "Replica", "Rule",
+        "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -34,7 +34,10 @@ def test_workers_and_replicas_offer_these_members():
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    assert public(maniple.Worker) >= {"device", "leave", "lock", "log", "sampler", "share", "should_stop"}
+    assert public(maniple.Feed) == {"close", "push"}
+    assert list(inspect.signature(maniple.Feed).parameters) == ["name", "high_water", "address"]
+    assert list(inspect.signature(maniple.Prefetch).parameters) == ["iterable", "ahead"]
+    assert public(maniple.Worker) >= {"device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop"}
     assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
 
 
@@ -47,7 +50,21 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("run", [*SETTINGS, "--bind", "--devices", "--listen", "--no-bind", "--restarts", "--workers", "-n"]),
+        (
+            "run",
+            [
+                *SETTINGS,
+                "--bind",
+                "--devices",
+                "--feed",
+                "--listen",
+                "--no-bind",
+                "--producers",
+                "--restarts",
+                "--workers",
+                "-n",
+            ],
+        ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
         ("join", ["--certificate", "--device", "--token-file"]),
     ],

@@ -27,6 +27,7 @@ def test_every_error_descends_from_the_public_root():
         (errors.HostAway, 1),
         (errors.NotAdmitted, 1),
         (errors.BadFrame, 1),
+        (errors.ProducerFailed, 1),
         (errors.WorkerFailed, 1),
     ],
 )
@@ -45,6 +46,7 @@ def test_every_error_has_its_exit_code_tested():
         "LayoutMismatch",
         "ManipleError",
         "NotAdmitted",
+        "ProducerFailed",
         "SharedMemoryFull",
         "WaitedTooLong",
         "WorkerFailed",

@@ -1,5 +1,7 @@
 """Batches as bytes: what a list of arrays becomes, and comes back as."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,6 +11,10 @@ from hypothesis.extra import numpy as arrays
 
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.feed.batch import Batch, check, read
+from maniple.feed.producer import Feed
+from maniple.place import Place, environment, find
+from maniple.worker import Worker
+from maniple.worker.seat import take_seat
 
 DTYPES = st.one_of(
     arrays.boolean_dtypes(),
@@ -85,3 +91,22 @@ def test_a_shape_that_cannot_be_is_refused(shape):
     head = len(table).to_bytes(8, "little") + table
     with pytest.raises(BadFrame):
         read(np.frombuffer(head.ljust(4096, b"\0"), np.uint8))
+
+
+def test_a_producer_cannot_join_as_a_worker():
+    with pytest.raises(InvalidArgument, match="cannot join as a worker"):
+        take_seat(Place(segment=Path("nowhere"), producer=0, producer_number=0))
+
+
+def test_a_worker_alone_has_no_feed_and_a_producer_alone_no_run():
+    with pytest.raises(InvalidArgument, match=r"this worker is alone(?s:.*)Prefetch"):
+        Worker(Place()).feed()
+    with pytest.raises(InvalidArgument, match="there is no run to push to"):
+        Feed()
+
+
+def test_a_producer_finds_its_place_in_the_environment():
+    place = Place(segment=Path("x"), producer=1, producers=3, producer_number=4)
+    found = find(environment(place))
+    assert (found.producer, found.producers, found.producer_number) == (1, 3, 4)
+    assert not any("PRODUCER" in name for name in environment(Place()))

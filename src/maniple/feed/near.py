@@ -49,10 +49,13 @@ class NearSink:
         self._ring.close()
 
     def _reserve(self) -> int:
+        bell = self._ring.room
+        rung = bell.count
         while (slot := self._ring.reserve()) is None:
             if self._ring.is_gone:
                 raise HostAway("the run has ended, and nobody takes batches any more. Push while it goes on.")
-            self._ring.await_room(LOOK_S)
+            bell.wait(rung, LOOK_S)
+            rung = bell.count
         return slot
 
 
@@ -94,12 +97,14 @@ class NearSource:
 
     def take(self, patience_s: float) -> list[Array] | None:
         """The next batch, in arrays of one's own; None if none came in time, or ever will."""
-        deadline = time.monotonic() + patience_s
+        deadline, bell = time.monotonic() + patience_s, self._ring.full
+        rung = bell.count
         while (slot := self._outlook.next()) is None:
             left_s = deadline - time.monotonic()
             if self.is_ended or left_s <= 0:
                 return None
-            self._ring.await_full(min(LOOK_S, left_s))
+            bell.wait(rung, min(LOOK_S, left_s))
+            rung = bell.count
         return self._copy(slot)
 
     def close(self) -> None:

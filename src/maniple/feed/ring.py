@@ -1,8 +1,7 @@
 """The ring: a feed's queue of batches, in the run's shared memory.
 
-<segment>/feed-<name>/table      states of slots and producers, and the locks that tell who is alive
+<segment>/feed-<name>/table      states of slots and producers, locks that tell who is alive, bells for those who wait
                       slot-0     one batch, and so on up to the mark; each grows to the largest batch it has held
-                      full, room bells: a batch has come; a slot is free
                       failed-0   the traceback of a producer
 
 A slot is EMPTY, then FILLING, FULL, TAKING and EMPTY again. Who fills or takes holds the slot's lock, which the kernel
@@ -30,7 +29,7 @@ EMPTY, FILLING, FULL, TAKING = range(4)
 
 # Places in the table, in words of 8 bytes.
 MARK, COUNT, LAST, FIRST = range(4)  # the high-water mark, the producers expected, the newest batch; see `roll`
-_ROOM_WANTED, _FULL_WANTED = 4, 5  # somebody waits for that bell
+_ROOM, _FULL = 4, 5  # bells
 STATE, SEQUENCE, SIZE, OWNER, NUMBER = (16 + i * MAX_SLOTS for i in range(5))  # of slots
 LIFE, PUSHED, WHO, MISSED = (16 + 5 * MAX_SLOTS + i * MAX_PRODUCERS for i in range(4))  # of producers, see `roll`
 _WORDS = MISSED + MAX_PRODUCERS
@@ -54,10 +53,11 @@ class Ring:
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             self.locks = ByteLocks(self.folder / "table")
-            self.words = memoryview(_mapped(self.folder / "table", _WORDS * 8)).cast("q")
-            self._full, self._room = Bell(self.folder / "full"), Bell(self.folder / "room")
+            table = _mapped(self.folder / "table", _WORDS * 8)
         except FileNotFoundError:
             raise InvalidArgument(f"the run's shared memory {segment} is gone: its host has ended.") from None
+        self.words = memoryview(table).cast("q")
+        self.full, self.room = Bell(table, _FULL * 8), Bell(table, _ROOM * 8)  # a batch has come; a slot is free
         self.alone = _Alone(self.locks, name)  # the only one who changes the table, in a `with` block
         self._slots: dict[int, Array] = {}
         self._held = -1
@@ -102,8 +102,6 @@ class Ring:
             # From here on the slot may be used again, so what it held is remembered elsewhere.
             pushed = PUSHED + words[OWNER + slot]
             words[pushed] = max(words[pushed], words[NUMBER + slot])
-        if len(slots) > 1:  # the ring that woke this one up may have been for several batches
-            self._ring(_FULL_WANTED, self._full)
         return slot
 
     def release(self, slot: int) -> None:
@@ -114,22 +112,6 @@ class Ring:
         """Undo what was begun: the slot that this side holds is as it was before."""
         if self._held >= 0:
             self._let(self._held, FULL if self.words[STATE + self._held] == TAKING else EMPTY)
-
-    def await_full(self, timeout_s: float) -> None:
-        """Wait until a batch comes, a producer ends, or the time is over."""
-        self.words[_FULL_WANTED] = 1
-        if FULL not in self._states():  # else it came before the wish was known
-            self._full.wait(timeout_s)
-
-    def await_room(self, timeout_s: float) -> None:
-        """Wait until a slot is free, or the time is over."""
-        self.words[_ROOM_WANTED] = 1
-        if EMPTY not in self._states():
-            self._room.wait(timeout_s)
-
-    def ring_all(self) -> None:
-        """Wake all who wait for a batch: there may be news of another kind."""
-        self._full.ring()
 
     def is_empty(self) -> bool:
         """Nothing waits and nothing is under way; what the dead have held is free again. Called `alone`."""
@@ -159,8 +141,6 @@ class Ring:
         """Give back what this side holds."""
         self.give_back()
         self.locks.close()
-        self._full.close()
-        self._room.close()
         self._slots.clear()
 
     def _states(self) -> list[int]:
@@ -179,19 +159,14 @@ class Ring:
         self.locks.give(_SLOT_LOCK + slot)
         self._held = -1
         if state == FULL:
-            self._ring(_FULL_WANTED, self._full)
+            self.full.ring()
             return
         states = self._states()
         # A producer that waits is woken when half of the slots are free: so it need not be for every batch.
         if 2 * states.count(EMPTY) >= len(states) or FULL not in states:
-            self._ring(_ROOM_WANTED, self._room)
-            if not any(states):  # those who wait for the end must know that nothing is left
-                self._ring(_FULL_WANTED, self._full)
-
-    def _ring(self, wanted: int, bell: Bell) -> None:
-        if self.words[wanted]:
-            self.words[wanted] = 0
-            bell.ring()
+            self.room.ring()
+        if not any(states):  # those who wait for the end must know that nothing is left
+            self.full.ring()
 
     def _recover(self, states: list[int]) -> None:
         """Free the slots whose holders have died. Called `alone`."""

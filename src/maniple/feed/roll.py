@@ -94,7 +94,7 @@ def end(ring: Ring, index: int, failure: str | None = None) -> None:
                 (ring.folder / f"failed-{index}").write_text(failure, errors="replace")
             ring.words[LIFE + index] = ENDED if failure is None else FAILED
         ring.locks.give(PRODUCER_LOCK + index)
-    ring.ring_all()
+    ring.full.ring()
 
 
 class Watch:

@@ -8,10 +8,11 @@ from pathlib import Path
 from maniple.errors import BadFrame
 from maniple.feed import roll
 from maniple.feed.batch import check
+from maniple.feed.bell import Bell
 from maniple.feed.near import LOOK_S, Outlook
 from maniple.feed.ring import SEQUENCE, Ring
 from maniple.feed.roll import Ticket
-from maniple.wire.messages import Batch, End, Fetch, Got, Later, Message, Over, Push, Refusal, Room, Supplied, Supply
+from maniple.wire.messages import Batch, End, Fetch, Got, Later, Over, Push, Refusal, Room, Supplied, Supply
 from maniple.wire.stream import NEVER_S, TIMEOUT_S, Stream
 
 _SAY_S = 1.0  # so often the other side hears that the host is alive
@@ -43,19 +44,17 @@ class _Side:
         self._stream, self._ring, self._is_over = stream, ring, is_over
         self._said = time.monotonic()
 
-    def _pause(self, wait: Callable[[float], None]) -> None:
-        """Wait a little, and say now and then that it goes on."""
+    def _pause(self, bell: Bell, rung: int) -> int:
+        """Wait a little, and say now and then that it goes on; gives the bell's count."""
         if self._is_over():
             self._stream.send(Refusal("RunOver", "the run has ended"))
             self._stream.linger()
             raise _RunOver
         if time.monotonic() - self._said > _SAY_S:
-            self._say(Later())
-        wait(LOOK_S)
-
-    def _say(self, message: Message) -> None:
-        self._stream.send(message)
-        self._said = time.monotonic()
+            self._stream.send(Later())
+            self._said = time.monotonic()
+        bell.wait(rung, LOOK_S)
+        return bell.count
 
 
 class _Intake(_Side):
@@ -67,7 +66,7 @@ class _Intake(_Side):
         ticket = Ticket(who + 1, supply.index, supply.count, supply.high_water, is_far=True)
         try:
             while (entered := roll.enrol(self._ring, ticket)) is None:
-                self._pause(time.sleep)
+                self._pause(self._ring.room, self._ring.room.count)
             self._index, _, self._pushed = entered
             self._stream.send(Supplied(*entered))
             while self._hear():
@@ -93,8 +92,9 @@ class _Intake(_Side):
         ring, stream = self._ring, self._stream
         if push.number <= self._pushed or push.size_bytes <= 0:
             raise BadFrame(f"batch {push.number} of {push.size_bytes} bytes came, after {self._pushed} others.")
+        rung = ring.room.count
         while (slot := ring.reserve()) is None:
-            self._pause(ring.await_room)
+            rung = self._pause(ring.room, rung)
         try:
             buffer = ring.buffer(slot, push.size_bytes)
             stream.set_timeout(TIMEOUT_S)
@@ -131,11 +131,12 @@ class _Outlet(_Side):
     def _answer(self, outlook: Outlook) -> None:
         deadline = time.monotonic() + _SAY_S
         self._said = deadline  # one answer to a question: nothing is said meanwhile
+        rung = self._ring.full.count
         while (slot := outlook.next()) is None:
             if outlook.is_ended or time.monotonic() > deadline:
                 self._stream.send(Over() if outlook.is_ended else Later())
                 return
-            self._pause(self._ring.await_full)
+            rung = self._pause(self._ring.full, rung)
         try:
             self._hand_over(slot)
         finally:
