@@ -427,7 +427,8 @@ def test_worker_whose_connection_breaks_goes_on(tmp_path):
 
 def test_hostile_words_on_a_feed_are_refused(tmp_path):
     from maniple.center.link import Door, Link
-    from maniple.wire import messages as said
+    from maniple.wire import batches as said
+    from maniple.wire.messages import Refusal
 
     host = Serving(tmp_path)
     try:
@@ -446,7 +447,7 @@ def test_hostile_words_on_a_feed_are_refused(tmp_path):
             if second is not None:
                 assert isinstance(stream.receive_message(), said.Supplied)
                 stream.send(second)
-            assert isinstance(stream.receive_message(), said.Refusal)
+            assert isinstance(stream.receive_message(), Refusal)
             link.drop()
         link = Link(Door(host.address, TOKEN), "feed")
         stream = link.stream()
@@ -455,7 +456,7 @@ def test_hostile_words_on_a_feed_are_refused(tmp_path):
             stream.receive_message()
         stream.send(said.Batch(1), b"\xff" * 64)  # no batch
         refusal = stream.receive_message()
-        assert isinstance(refusal, said.Refusal) and refusal.kind == "BadFrame"
+        assert isinstance(refusal, Refusal) and refusal.kind == "BadFrame"
         link.drop()
     finally:
         host.close()

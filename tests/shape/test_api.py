@@ -11,8 +11,8 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Client", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit", "Replica", "Rule",
-        "StopAfter", "Worker", "join",
+        "ASGD", "Client", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit", "Replica",
+        "Rule", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 

@@ -19,7 +19,8 @@ from maniple.errors import BadFrame, HostAway, ManipleError
 from maniple.feed.batch import Batch as Arrays
 from maniple.feed.batch import read
 from maniple.place import Place
-from maniple.wire.messages import Batch, End, Fetch, Got, Later, Message, Over, Push, Refusal, Room, Supplied, Supply
+from maniple.wire.batches import Batch, End, Fetch, Got, Later, Over, Push, Room, Supplied, Supply
+from maniple.wire.messages import Message, Refusal
 from maniple.wire.stream import Stream
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from maniple.feed.bell import Bell
 from maniple.feed.near import LOOK_S, Outlook
 from maniple.feed.ring import SEQUENCE, Ring
 from maniple.feed.roll import Ticket
-from maniple.wire.messages import Batch, End, Fetch, Got, Later, Over, Push, Refusal, Room, Supplied, Supply
+from maniple.wire.batches import Batch, End, Fetch, Got, Later, Over, Push, Room, Supplied, Supply
+from maniple.wire.messages import Refusal
 from maniple.wire.stream import NEVER_S, TIMEOUT_S, Stream
 
 _SAY_S = 1.0  # so often the other side hears that the host is alive
