@@ -165,6 +165,7 @@ def test_arrays_keep_their_dtype_shape_and_values_and_are_ones_own(ends):
     dtypes = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64"]
     sent = [[], [np.zeros((0, 3))], [np.float32(2.5), [[1, 2], [3, 4]]]]
     sent += [[(rng.random((2, 3, k)) * 9).astype(dtype) for k, dtype in enumerate(dtypes)]]
+    sent += [[np.full(3, k) for k in range(1500)]]  # more than one call of the system takes
     sent += [[np.arange(12.0).reshape(3, 4).T, np.arange(10)[::-2], np.arange(4, dtype=">i4")]]
     sink, source = ends.sink(high_water=8), ends.source()
     for batch in sent:

@@ -122,6 +122,19 @@ def test_batch_that_cannot_be_pickled_is_an_error():
         list(maniple.Prefetch([lambda: None]))
 
 
+def test_feed_cannot_be_taken_from_in_another_process(tmp_path):
+    from maniple.center import Segment
+    from maniple.feed.batches import Batches
+    from maniple.feed.near import NearSource
+
+    segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
+    source = NearSource(segment.path, "x")
+    with pytest.raises(InvalidArgument, match="forked from its worker"):
+        list(maniple.Prefetch(Batches("x", source)))
+    source.close()
+    segment.remove()
+
+
 def test_killed_loader_is_an_error_and_no_hang():
     passed = iter(maniple.Prefetch(Counted(1000), ahead=1))
     os.kill(loader_of(passed), signal.SIGKILL)

@@ -20,6 +20,7 @@ _ALIGN = 64
 _HEAD = 8
 _KINDS = "biufc"  # what needs no object behind it
 _MAX_ARRAYS = 4096
+_MOST_PARTS = 256  # the kernel takes 1024 pieces at a time
 
 _decoder = msgspec.msgpack.Decoder(list[tuple[str, tuple[int, ...]]])
 
@@ -54,6 +55,11 @@ class Batch:
 
     def parts(self) -> Iterator[Any]:
         """The same bytes, piece by piece, without a copy where an array lies as it travels."""
+        if len(self.arrays) > _MOST_PARTS:
+            whole = np.empty(self.size_bytes, np.uint8)
+            self.write(whole)
+            yield whole
+            return
         yield self.head
         at = len(self.head)
         for array, offset in zip(self.arrays, self.offsets, strict=True):

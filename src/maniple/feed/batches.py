@@ -1,5 +1,6 @@
 """The worker's side of feeds: `worker.feed(name)` gives a `Batches`, which a training loop runs over."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -33,8 +34,14 @@ class Batches:
     def __init__(self, name: str, source: Source, should_stop: Callable[[], bool] = lambda: False) -> None:
         self._source, self._should_stop = source, should_stop
         self._waits = Waits(name)
+        self._pid = os.getpid()
 
     def __iter__(self) -> Iterator[list[Array]]:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                "a feed cannot be taken from in a process that was forked from its worker, by Prefetch or a DataLoader "
+                "say. Take in the training loop itself: producers are ahead of it already."
+            )
         try:
             while not self._should_stop():
                 begin = time.perf_counter()

@@ -52,7 +52,7 @@ class Feed:
         self.index, self.count = self._sink.index, self._sink.count
         self._pid = os.getpid()
         self._is_closed = False
-        self._is_launched = place.producer_number >= 0
+        self._is_launched = place.is_near and place.producer_number >= 0
         self._watch_the_end()
 
     def push(self, *arrays: Any) -> None:
