@@ -235,7 +235,7 @@ def serve(stack: contextlib.ExitStack, plan: Plan, listeners: list[socket.socket
     """Start the server's process, as the launcher does; gives its id once it serves."""
     env = os.environ | environment(Place(segment=plan.segment, run=plan.run, world=0, token=TOKEN))
     numbers = [one.fileno() for one in listeners]
-    command = [sys.executable, "-m", "maniple.host.server", *map(str, numbers)]
+    command = [sys.executable, "-m", "maniple.controller", *map(str, numbers)]
     process = subprocess.Popen(command, env=env, pass_fds=numbers)
     stack.callback(process.wait, DEADLINE_S)
     stack.callback(process.kill)  # what was pushed last is called first

@@ -1,16 +1,16 @@
 """Is this review friendly? An LSTM that reads word ids: Platoon's example, on one worker or several.
 
     python examples/lstm.py                                 # alone, on a small generated task
-    maniple run -n 2 examples/lstm.py                       # on two workers
-    maniple run -n 2 --rule easgd --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
+    maniple run -n 2 --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
+    maniple run -n 2 --validate-every 100 --patience 4 examples/lstm.py --ask      # the controller says when to stop
 
-Without --data, reviews are made up: some words are friendly, as many are not, the rest mean nothing, and
-a review is friendly if most of its telling words are. With --data, they are film reviews (IMDB, Maas et
-al. 2011) from a NumPy file with `train_tokens` (all reviews' word ids in a row, 0 is for padding),
+Without --data, reviews are made up: friendly if most of their telling words are. With --data, they are film reviews
+(IMDB, Maas et al. 2011) from a NumPy file with `train_tokens` (all word ids in a row, 0 is for padding),
 `train_lengths` (words in each review), `train_labels` (1 is friendly) and the same for `test_`.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -62,32 +62,34 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a file of film reviews (default: made-up ones)")
     parser.add_argument("--reviews", type=int, default=4000, help="to train on, and half as many to test (4000)")
     parser.add_argument("--length", type=int, default=40, help="words read of each review (40)")
-    parser.add_argument("--width", type=int, default=32, help="width of embedding and LSTM (32)")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the reviews (6)")
-    parser.add_argument("--batch-size", type=int, default=32, help="reviews per step and worker (32)")
-    parser.add_argument("--lr", type=float, default=0.01, help="Adam's learning rate (0.01)")
+    parser.add_argument("--ask", action="store_true", help="let the controller say when to validate and to stop")
     args = parser.parse_args()
-
     worker = maniple.join()
     torch.manual_seed(worker.seed)
     train, test = (
         read(args.data, part, count, args.length) if args.data else generate(part, count, args.length)
         for part, count in (("train", args.reviews), ("test", args.reviews // 2))
     )
-    model = Reader(10_000 if args.data else 101, args.width)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    model = Reader(10_000 if args.data else 101, width=32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    cost = nn.BCEWithLogitsLoss()
     replica = worker.share(model, optimizer)
-
-    batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
-    for _ in range(args.epochs):
-        for step, (words, labels) in enumerate(batches):
+    batches = DataLoader(TensorDataset(*train), batch_size=32, sampler=worker.sampler(train[0]))
+    passes = itertools.chain.from_iterable(itertools.repeat(batches, args.epochs))
+    while (what := worker.ask("next") if args.ask else "train") != "stop":
+        if what == "validate":
+            with replica.center(), torch.no_grad():
+                worker.ask("validated", loss=cost(model(test[0]), test[1]))
+            continue
+        if not (some := list(itertools.islice(passes, 10))):  # all epochs are over
+            break
+        for words, labels in some:
             optimizer.zero_grad()
-            loss = nn.functional.binary_cross_entropy_with_logits(model(words), labels)
+            loss = cost(model(words), labels)
             loss.backward()
             optimizer.step()
-            if step % 10 == 0:
-                worker.log(loss=loss)
-
+        worker.log(loss=loss)
     with replica.center(), torch.no_grad():
         accuracy = ((model(test[0]) > 0) == (test[1] > 0)).float().mean().item()
     print(f"worker {worker.rank} of {worker.world}: test accuracy of the center {accuracy:.1%}")

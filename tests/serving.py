@@ -5,6 +5,7 @@ from pathlib import Path
 
 from maniple.center import Segment
 from maniple.center.link import Door
+from maniple.controller import Controller
 from maniple.host.server import Server
 from maniple.place import Place
 from maniple.wire.address import Address
@@ -23,7 +24,7 @@ class Serving:
         address = Address(path=str(root / "socket")) if unix else Address()
         self._listener = address.listen()
         self.address = address if unix else Address(port=self._listener.getsockname()[1])
-        self.server = Server(Place(segment=self.segment.path, run=self.run, world=0), TOKEN, tls)
+        self.server = Server(Place(segment=self.segment.path, run=self.run, world=0), TOKEN, tls, Controller())
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],), daemon=True)
         self._thread.start()
 

@@ -4,8 +4,10 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
 
     cli                            the command
     launch                         starts workers and looks after them
+    controller                     answers the workers' questions
     host | worker                  the owner of a run; a process that trains
-    client | sampler | feed        named arrays at a host; which samples a worker takes; batches that others make
+    client | sampler | decisions | feed  named arrays at a host; which samples a worker takes; train, validate or stop;
+                                   batches that others make
     center                         the shared parameters
     rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
@@ -13,6 +15,7 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     errors
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
@@ -22,6 +25,7 @@ from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
     from maniple.client import Client
+    from maniple.controller import Controller
     from maniple.feed.prefetch import Prefetch
     from maniple.feed.producer import Feed
 
@@ -31,6 +35,7 @@ __all__ = [
     "ASGD",
     "EASGD",
     "Client",
+    "Controller",
     "Downpour",
     "Every",
     "Feed",
@@ -45,13 +50,15 @@ __all__ = [
 ]
 
 
-# Imported at their first use, so that `import maniple` stays light.
-_LATER = {"Client": "maniple.client", "Feed": "maniple.feed.producer", "Prefetch": "maniple.feed.prefetch"}
+_LATER = {  # so that `import maniple` stays light
+    "Client": "maniple.client",
+    "Controller": "maniple.controller",
+    "Feed": "maniple.feed.producer",
+    "Prefetch": "maniple.feed.prefetch",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        from importlib import import_module
-
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'maniple' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'maniple' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -10,6 +10,7 @@
     ├── HostAway (ConnectionError)             1   the host cannot be reached now
     ├── NotAdmitted                            1   the other side does not know the token, or is another run
     ├── BadFrame                               1   the other side does not speak this protocol
+    ├── HandlerFailed                          1   the controller's own code failed over a question
     ├── ProducerFailed                         1   a feed's producer ended with an error, or was killed
     └── WorkerFailed                           1   a worker ended with an error and may not be restarted
 
@@ -77,6 +78,12 @@ class BadFrame(ManipleError):
     exit_code = 1
 
 
+class HandlerFailed(ManipleError):
+    """The controller's own code failed over a question of this worker; the text has its traceback."""
+
+    exit_code = 1
+
+
 class ProducerFailed(ManipleError):
     """A producer ended with an error, or was killed: batches are missing. The text has its traceback."""
 
@@ -100,6 +107,7 @@ KINDS = {
         WaitedTooLong,
         NotAdmitted,
         BadFrame,
+        HandlerFailed,
         ProducerFailed,
     )
 }

@@ -4,9 +4,10 @@ The launcher writes these variables with `environment` and the worker reads them
 two ends of each name stand side by side.
 """
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,24 @@ THREAD_VARIABLES = (
     "NUMBA_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When the controller lets everybody validate and stop; 0 is never."""
+
+    max_batches: int = 0  # over all workers
+    max_epochs: int = 0
+    total_duration: float = 0.0  # seconds
+    validate_every: int = 0  # batches, over all workers
+    patience: int = 0  # validations that bring nothing better
+
+    def check(self) -> None:
+        """Raise InvalidArgument if it makes no sense."""
+        for name, value in asdict(self).items():
+            if not 0 <= value < 1e15:
+                option = name.replace("_", "-")
+                raise InvalidArgument(f"--{option} {value} is no limit. Give a number above 0, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,9 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    limits: Limits = field(default_factory=Limits)
+    controller: str | None = None  # FILE.py:CLASS
+    controller_args: tuple[str, ...] = ()  # NAME=VALUE
     producer: int = -1  # of a producer: which of its feed it is; -1: not told
     producers: int = 1  # of how many
     producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
@@ -90,7 +112,9 @@ def environment(place: Place) -> dict[str, str]:
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
         "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
         "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
-    }
+        "MANIPLE_CONTROLLER": place.controller,
+        "MANIPLE_CONTROLLER_ARGS": json.dumps(place.controller_args) if place.controller_args else None,
+    } | {f"MANIPLE_{name.upper()}": value or None for name, value in asdict(place.limits).items()}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -100,7 +124,8 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
     address = address or env.get("MANIPLE_ADDRESS")
     if segment is None and address is None:
         _refuse_other_launchers(env)
-        return Place(device=env.get("MANIPLE_DEVICE"), seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED))
+        seed = _number(env, "MANIPLE_SEED", DEFAULT_SEED)
+        return Place(device=env.get("MANIPLE_DEVICE"), seed=seed, limits=_limits(env))
     run = env.get("MANIPLE_RUN")
     return Place(
         rank=_number(env, "RANK", 0),
@@ -120,6 +145,9 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=_path(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        limits=_limits(env),
+        controller=env.get("MANIPLE_CONTROLLER"),
+        controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
         producer=_number(env, "MANIPLE_PRODUCER", -1),
         producers=_number(env, "MANIPLE_PRODUCERS", 1),
         producer_number=_number(env, "MANIPLE_PRODUCER_NUMBER", -1),
@@ -156,6 +184,18 @@ def _token(env: Mapping[str, str]) -> str | None:
         raise InvalidArgument(
             f"the token file {path} cannot be read: {error.strerror}. It is `token` in the run folder."
         ) from None
+
+
+def _limits(env: Mapping[str, str]) -> Limits:
+    limits = Limits(
+        max_batches=_number(env, "MANIPLE_MAX_BATCHES", 0),
+        max_epochs=_number(env, "MANIPLE_MAX_EPOCHS", 0),
+        total_duration=_seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
+        validate_every=_number(env, "MANIPLE_VALIDATE_EVERY", 0),
+        patience=_number(env, "MANIPLE_PATIENCE", 0),
+    )
+    limits.check()
+    return limits
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

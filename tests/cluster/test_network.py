@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maniple.host.server import SILENCE_S
+from maniple.host.control import SILENCE_S
 from maniple.record import Row, read_events
 from tests.cluster.conftest import Network
-from tests.process.conftest import await_
+from tests.process.conftest import PATIENCE_S, await_
 
 MANIPLE = str(Path(sys.executable).with_name("maniple"))
 HOST, WORKERS = 1, (2, 3, 4)
@@ -97,15 +97,15 @@ class Training:
             rows = self.rows(host, "pull", "exchange")
             return bool(rows) and sum(row["event"] == "exchange" and row["start"] > since for row in rows) >= count
 
-        await_(lambda: all(are_made(host) for host in hosts), 50)
+        await_(lambda: all(are_made(host) for host in hosts))
 
     def end(self) -> None:
         """Tell the workers to end, then the host. All end well, and the center is the sum of all steps."""
         (self._folder / "stop").touch()
         for host, worker in self._workers.items():
-            assert worker.wait(40) == 0, self.output(host)
+            assert worker.wait(PATIENCE_S) == 0, self.output(host)
         self._host.send_signal(signal.SIGTERM)
-        assert self._host.wait(20) == 0, self.output(HOST)
+        assert self._host.wait(PATIENCE_S) == 0, self.output(HOST)
         steps = {host: int(self.output(host).rpartition("steps ")[2]) for host in WORKERS}
         assert all(steps.values())
         total = sum(steps[host] * self._amount(host) for host in WORKERS)

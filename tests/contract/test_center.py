@@ -16,6 +16,7 @@ from maniple.center.tcp import Tcp
 from maniple.contracts import Center, Moment, Outcome
 from maniple.errors import InvalidArgument, LayoutMismatch
 from maniple.layout import Layout
+from maniple.wire.messages import Join
 from maniple.worker.control import Control
 
 from ..serving import Serving
@@ -59,7 +60,9 @@ class TcpCenters:
 
     def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
         door = self._host.door()
-        control = Control(door, node="here", pid=1, restarts=0, deadline_s=10)
+        control = Control(door, Join("here", 1, -1, 0), count=lambda: (0, 0, False))
+        control.join(10)
+        control.start()
         self._controls.append(control)
         link = Link(door, "data")
         return Tcp.open_or_create(link, "center-0", adapt(params), rank=rank, deadline_s=10, live=self._live)

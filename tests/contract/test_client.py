@@ -260,7 +260,7 @@ def test_client_that_leaves_is_forgotten(host):
         client.push("a", np.ones(3))
         assert len(list(host.segment.path.glob("stage-*"))) == 1
     deadline = threading.Event()
-    for _ in range(100):
+    for _ in range(3000):
         if not list(host.segment.path.glob("stage-*")):
             return
         deadline.wait(0.02)

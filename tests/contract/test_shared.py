@@ -104,7 +104,7 @@ def test_error_before_anything_was_written_is_no_torn_write(opened):
     assert exchange(first, params).torn == []
 
 
-def test_error_in_a_rule_gives_the_lock_back(opened):
+def test_error_in_a_rule_gives_the_lock_back(opened, monkeypatch):
     class Broken(Rule):
         def mix(self, x, c, memory):
             raise ZeroDivisionError
@@ -113,9 +113,8 @@ def test_error_in_a_rule_gives_the_lock_back(opened):
     first, second = opened(params, 0), opened(some(), 1)
     with pytest.raises(ZeroDivisionError):
         exchange(first, params, Broken())
-    start = time.monotonic()
+    monkeypatch.setattr("maniple.center.shared.LOCK_TIMEOUT_S", 0)  # nothing is waited for
     exchange(second, some())
-    assert time.monotonic() - start < 1
 
 
 def test_contribution_that_was_refused_is_no_write_of_others(opened):
@@ -197,7 +196,7 @@ def test_wait_for_a_lock_ends_and_names_the_parameter_and_its_holder(opened, mon
     class Holding(Rule):
         def exchange(self, x, c, memory, moment):
             if x.size == 3:  # worker 3 holds "b", and does not go on
-                with pytest.raises(WaitedTooLong, match=r"0\.[01] s for the lock of parameter 'b'.*worker 3") as caught:
+                with pytest.raises(WaitedTooLong, match=r"\d\.\d s for the lock of parameter 'b'.*worker 3") as caught:
                     exchange(first, params)
                 seen.append(caught.value)
             return True
@@ -213,11 +212,12 @@ def test_parameters_that_others_hold_come_later_and_none_twice(opened):
     first, second = opened(params, 0), opened(some(), 1)
     release = threading.Timer(0.05, lambda: second._locks.give(0))
     assert second._locks.take(0)
-    release.start()
     order: list[int] = []
 
     class Watching(Rule):
         def exchange(self, x, c, memory, moment):
+            if not order:
+                release.start()
             order.append(x.size)
             return True
 
@@ -304,7 +304,7 @@ def test_forked_child_does_not_keep_its_parent_s_lock(tmp_path):
         time.sleep(0.05)
         assert not second.take(0)  # the child's letting go does not unlock the parent's lock
         first.close()  # as the parent's death would
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 60
         while not (taken := second.take(0)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert taken
@@ -354,10 +354,13 @@ class Holding(Rule):
 segment = Segment(Path(sys.argv[1]))
 model = adapt({"w": np.zeros((2, 3)), "b": np.zeros(3)})
 center, _ = Shared.open_or_create(segment, "center-0", model, rank=1)
+ends = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(ends[1], b".")
     time.sleep(60)
     os._exit(0)
+os.read(ends[0], 1)  # the child has begun, and so let go of its parent's locks
 print(child, flush=True)
 center.exchange(model, Holding(), None, Moment())
 """
@@ -378,7 +381,7 @@ def test_of_four_simultaneous_creators_one_wins_and_all_get_its_values(segment):
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
-        answers = [process.communicate(timeout=30)[0].split() for process in processes]
+        answers = [process.communicate(timeout=60)[0].split() for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -389,7 +392,7 @@ def test_of_four_simultaneous_creators_one_wins_and_all_get_its_values(segment):
 
 
 @pytest.mark.process
-def test_worker_killed_in_the_middle_of_a_parameter_frees_it_and_is_noticed(segment, opened):
+def test_worker_killed_in_the_middle_of_a_parameter_frees_it_and_is_noticed(segment, opened, monkeypatch):
     params = some(1)
     center = opened(params)
     process = script(HOLDER, segment.path)
@@ -398,10 +401,9 @@ def test_worker_killed_in_the_middle_of_a_parameter_frees_it_and_is_noticed(segm
         child = int(process.stdout.readline())  # a data loader's process, which outlives its parent
         assert process.stdout.readline() == "holding\n"
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
-        start = time.monotonic()
+        process.wait(60)
+        monkeypatch.setattr("maniple.center.shared.LOCK_TIMEOUT_S", 0)  # nothing is waited for
         outcome = center.pull(adapt(params))
-        assert time.monotonic() - start < 1
     finally:
         if child:
             os.kill(child, signal.SIGKILL)

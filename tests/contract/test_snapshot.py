@@ -277,7 +277,7 @@ def test_damaged_newest_snapshot_is_refused_and_the_older_one_offered(memory, tm
     with pytest.raises(InvalidArgument, match=r"truncated.*whole is snapshot-000001.*--snapshot 1"):
         Host.resume(memory, tmp_path / "run", {})
     assert list(memory.iterdir()) == []
-    chosen = Host.resume(memory, tmp_path / "run", {}, number=1)
+    chosen = Host.resume(memory, tmp_path / "run", {}, which="1")
     chosen.close(0)
     damage_truncated(tmp_path / "run" / "center" / "snapshot-000003")
     fallen_back = Host.resume(memory, tmp_path / "run", {}, falls_back=True)

@@ -14,7 +14,7 @@ import pytest
 
 import maniple
 
-from .conftest import Serve, await_, is_gone
+from .conftest import PATIENCE_S, Serve, await_, is_gone
 from .proxy import Proxy
 
 # Adds 1 to every element at each step, until told to stop; says how many steps it made.
@@ -38,7 +38,7 @@ COUNTING = """
 
 def steps_of(worker) -> int:
     """A worker has ended well; how many steps it made."""
-    output = worker.communicate(timeout=60)[0]
+    output = worker.communicate(timeout=PATIENCE_S)[0]
     assert worker.returncode == 0, output
     return int(output.rpartition("steps ")[2])
 
@@ -55,6 +55,12 @@ def lineage(host: Serve) -> str:
 
 def exchanges(host: Serve, rank: int) -> list[dict]:
     return host.events(rank, "exchange")
+
+
+def third_after(host: Serve, rank: int, then: float) -> float:
+    """When a worker has ended its third exchange of those begun after `then`."""
+    rows = await_(lambda: rows if len(rows := [r for r in exchanges(host, rank) if r["start"] > then]) >= 3 else None)
+    return rows[2]["end"]
 
 
 @pytest.mark.timeout(400)
@@ -145,16 +151,16 @@ def test_a_killed_host_is_followed_by_one_that_finds_the_center_in_memory(serve,
     for rank in range(2):
         host.await_event(rank, "exchange")
     before, address = lineage(host), host.address
-    for _ in range(3):
+    for kill in range(1, 4):
         server = host.server_pid
         host.kill()
         await_(lambda server=server: is_gone(server), 5)
         time.sleep(0.3)
         host = serve(name=host.folder.name)
-        begin = len(exchanges(host, 0)), len(exchanges(host, 1))
-        host.await_event("host", "adopted")
-        for rank in range(2):
-            host.await_event(rank, "exchange", count=begin[rank] + 3, timeout_s=10)
+        host.await_event("host", "adopted", count=kill)
+        back = host.await_event("server", "serving", count=kill + 1)[-1]["timestamp"]
+        for rank in range(2):  # three exchanges each, within 10 s
+            assert third_after(host, rank, back) - back < 10
     assert (lineage(host), host.address) == (before, address)
     assert sorted({row["worker"] for row in host.events("server", "returned")}) == [0, 1]
     stop.touch()
@@ -165,11 +171,15 @@ def test_a_killed_host_is_followed_by_one_that_finds_the_center_in_memory(serve,
 
 
 def test_loss_of_the_memory_goes_on_from_the_snapshot_and_every_worker_is_told(serve, tmp_path):
-    host = serve("--snapshot-every", "1")
+    host = serve("--snapshot-every", "3")
     stop = tmp_path / "stop"
     workers = [host.join(COUNTING, str(stop), "2000", "0.01") for _ in range(2)]  # one parameter: acknowledged or not
-    host.await_event("host", "snapshot", count=3)
-    time.sleep(0.5)  # half-way to the next one: there is something to lose
+    for rank in range(2):
+        host.await_event(rank, "exchange")
+    before = len(host.events("host", "snapshot"))
+    saved = host.await_event("host", "snapshot", count=before + 1)[-1]["timestamp"]
+    for rank in range(2):  # well before the next one there is something to lose
+        await_(lambda rank=rank: exchanges(host, rank)[-1]["start"] > saved)
     server = host.server_pid
     host.kill()
     died = time.time()
@@ -207,14 +217,18 @@ def test_killed_and_stopped_workers_do_not_hold_up_the_others(serve, tmp_path):
     os.kill(pids[1], signal.SIGSTOP)
     then = time.time()
     for rank in (2, 3):  # within 2 s each
-        await_(lambda rank=rank: [r for r in exchanges(host, rank) if r["start"] > then], 5)
+        await_(lambda rank=rank: [r for r in exchanges(host, rank) if r["start"] > then])
         first = min(r["end"] for r in exchanges(host, rank) if r["start"] > then)
         assert first - then < 2, f"worker {rank} waited {first - then:.1f} s"
-    lost = host.await_event("server", "lost", count=2, timeout_s=20)
+    lost = host.await_event("server", "lost", count=2)
     assert {row["worker"] for row in lost} == {0, 1}
+    assert max(row["timestamp"] for row in lost) - then < 20
     time.sleep(max(0.0, 10 - (time.time() - then)))
     os.kill(pids[1], signal.SIGCONT)
-    assert host.await_event("server", "returned", timeout_s=15)[0]["worker"] == 1
+    then = time.time()
+    returned = host.await_event("server", "returned")[0]
+    assert returned["worker"] == 1
+    assert returned["timestamp"] - then < 15
     late = host.join(COUNTING, str(stop), "20000,3")
     host.await_event(4, "exchange")
     stop.touch()
@@ -236,8 +250,8 @@ def test_a_stopped_server_is_waited_for(serve, tmp_path):
     time.sleep(10)
     os.kill(server, signal.SIGCONT)
     now = time.time()
-    for rank in range(2):
-        await_(lambda rank=rank: [row for row in exchanges(host, rank) if row["start"] > now], 15)
+    for rank in range(2):  # within 15 s each
+        assert third_after(host, rank, now) - now < 15
     stop.touch()
     steps = sum(steps_of(worker) for worker in workers)
     for name, array in counted(host).items():
@@ -256,14 +270,11 @@ def test_local_workers_share_the_center_with_those_elsewhere_while_the_server_di
         os.kill(run.events("host", "server")[-1]["pid"], signal.SIGKILL)
     run.await_event("server", "serving", count=11)
     stop.touch()
-    steps = steps_of(far) + sum(int(run_log(run, rank).rpartition("steps ")[2]) for rank in range(2))
-    assert run.wait(30) == 0, run.output
+    steps = steps_of(far)
+    assert run.wait() == 0, run.output
+    steps += sum(int(run.log(rank).rpartition("steps ")[2]) for rank in range(2))
     for name, array in run.center.items():
         np.testing.assert_array_equal(array, steps, err_msg=name)
-
-
-def run_log(run, rank: int) -> str:
-    return await_(lambda: text if "steps" in (text := run.log(rank)) else None)
 
 
 def _joinable(run, folder: Path):

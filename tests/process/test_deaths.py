@@ -14,6 +14,8 @@ TRAINING = """
     worker = maniple.join()
     params = {f"w{i}": np.zeros(20_000, "f4") for i in range(5)}
     replica = worker.share(params, rule=maniple.EASGD(), pace=maniple.Every(5))
+    queue = pathlib.Path("/proc/self/schedstat")  # its second number: nanoseconds ready to run, without a core
+    worker.log(queued_s=int(queue.read_text().split()[1]) / 1e9 if queue.exists() else 0.0)
     while not pathlib.Path("stop").exists():
         for value in params.values():
             value += 0.1 * (1 - value)
@@ -26,7 +28,7 @@ def test_a_killed_worker_without_restarts_ends_the_run(start):
     going = start(TRAINING, "-n", "2")
     going.await_event(1, "exchange")
     os.kill(going.pid(1), signal.SIGKILL)
-    assert going.wait(20) == 1
+    assert going.wait() == 1
     assert "worker 1 was killed by SIGKILL, so the run ends" in going.output
 
 
@@ -48,7 +50,8 @@ def test_a_killed_worker_comes_back_from_the_center(start, tmp_path):
     assert going.wait() == 0, going.output
     assert "worker 1 was killed by SIGKILL: restart 1 of 1" in going.output
     first = next(row["timestamp"] for row in going.events(1, "exchange") if row["timestamp"] > started)
-    assert first - started < 5, "contributing within 5 s of its start"
+    queued_s = going.events(1, "log")[-1]["queued_s"]  # the start of a process is the machine's work, too
+    assert first - started - queued_s < 5, "contributing within 5 s of its start"
     assert next(r["timestamp"] for r in going.events(0, "exchange") if r["timestamp"] > killed) - killed < 2
 
 
@@ -86,41 +89,52 @@ def test_eight_workers_survive_a_kill_every_second(start, tmp_path):
     kills: list[tuple[float, int]] = []
     for _ in range(20):
         time.sleep(1 + rng.random() * 0.05)
-        rank = rng.choice([rank for rank in range(8) if not is_gone(going.pid(rank))])
+        rank = rng.choice(await_(lambda: [rank for rank in range(8) if not is_gone(going.pid(rank))]))
         os.kill(going.pid(rank), signal.SIGKILL)
         kills.append((time.time(), rank))
     time.sleep(2)
     (tmp_path / "stop").touch()
-    assert going.wait(100) == 0, going.output
+    assert going.wait() == 0, going.output
     assert going.output.count("was killed by SIGKILL: restart") == 20
     center = going.center
     assert all(np.isfinite(value).all() for value in center.values())
     assert all(np.allclose(value, 1, atol=0.05) for value in center.values()), "training went on"
     exchanges = [[row["timestamp"] for row in going.events(rank, "exchange")] for rank in range(8)]
+
+    def trains(rank: int, now: float) -> bool:
+        """The newest process of a worker was past its start; how long that may take is not the question here."""
+        died = max((at for at, victim in kills if victim == rank and at <= now), default=0.0)
+        return any(died < at < now for at in exchanges[rank])
+
+    checked = 0
     for killed, victim in kills:
-        dying = {rank for at, rank in kills if killed - 6 < at < killed + 2}
-        for rank in set(range(8)) - dying - {victim}:
+        dying = {rank for at, rank in kills if killed <= at < killed + 2}
+        for rank in (rank for rank in set(range(8)) - dying if trains(rank, killed)):
+            checked += 1
             following = [at - killed for at in exchanges[rank] if at > killed]
             assert following and following[0] < 2, f"worker {rank} waited {following[:1]} s after worker {victim} died"
+    assert checked >= len(kills), "hardly any worker survived a kill"
     assert not any(row["event"] == "failed" for rank in range(8) for row in going.events(rank))
 
 
 def test_a_dead_holder_gives_the_workers_lock_back(run):
     done = run(
         """
-        import os, signal, time, maniple
+        import os, pathlib, signal, time, maniple
+        held, waited = pathlib.Path("held"), pathlib.Path("waited")
         worker = maniple.join()
         if worker.rank == 0 and not int(os.environ["MANIPLE_RESTARTS"]):
             with worker.lock(timeout_s=1):
-                worker.log(held=True)
-                time.sleep(1.5)
+                held.touch()
+                while not waited.exists(): time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
         if worker.rank == 1:
-            time.sleep(1.0)
+            while not held.exists(): time.sleep(0.01)
             try:
                 with worker.lock(timeout_s=0.1): pass
             except maniple.ManipleError as error:
                 print(error)
+            waited.touch()
             with worker.lock(timeout_s=10):
                 print("got it")
         """,

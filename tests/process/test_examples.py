@@ -25,7 +25,7 @@ from .conftest import MANIPLE, Run, await_, is_gone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wait for each other, ten times as long
-TIMEOUT_S = 100  # the longest, the demo, has taken 23 to 45 s, by what else the machine was doing
+TIMEOUT_S = 240  # the longest, the demo, has taken 23 to 45 s, by what else the machine was doing
 
 pytestmark = [pytest.mark.process]
 
@@ -139,14 +139,14 @@ def test_lstm_learns_on_two_workers(tmp_path):
 
 def test_the_rnn_learns_alone():
     pytest.importorskip("sklearn")
-    assert percents(alone("rnn.py", "--seconds", "3"), "test accuracy of the center")[0] > 70
+    assert percents(alone("rnn.py", "--seconds", "6"), "test accuracy of the center")[0] > 70
 
 
 def test_the_rnn_learns_on_two_workers_that_join_a_host(tmp_path):
     pytest.importorskip("sklearn")
     from safetensors.torch import load_file
 
-    command = [str(MANIPLE), "join", "runs/x", str(EXAMPLES / "rnn.py"), "--seconds", "5"]
+    command = [str(MANIPLE), "join", "runs/x", str(EXAMPLES / "rnn.py"), "--seconds", "10"]
     with serving(tmp_path) as run:
         workers = [Run(tmp_path, "x", command, ONE_THREAD) for _ in range(2)]
         for worker in workers:
@@ -187,7 +187,7 @@ def test_the_script_for_people_from_legion_runs_alone():
     pytest.importorskip("torch")
     page = (EXAMPLES.parent / "docs" / "legion.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    code = code.replace("StopAfter(5)", "StopAfter(0.5)") + "assert loss < 0.4\n"
+    code = code.replace("StopAfter(5)", "StopAfter(3)") + "assert loss < 0.4\n"
     subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True, timeout=TIMEOUT_S)
 
 

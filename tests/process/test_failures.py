@@ -12,7 +12,7 @@ import pytest
 from maniple.place import shared_memory
 from tests.conftest import require
 
-from .conftest import MANIPLE, await_, is_gone
+from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
 
 TRAINING = """
     import time, numpy as np, maniple
@@ -28,7 +28,7 @@ TRAINING = """
 
 def refused(*arguments: str, cwd: Path) -> tuple[int, str]:
     """The exit code and the words of a call that should fail at once."""
-    done = subprocess.run([MANIPLE, "run", *arguments], cwd=cwd, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([MANIPLE, "run", *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Traceback" not in done.stderr
     assert not (cwd / "runs").exists(), "a run that cannot begin leaves no folder"
     return done.returncode, done.stderr
@@ -71,7 +71,7 @@ def test_a_run_never_overwrites_another(run):
     first = run("import maniple; maniple.join()", "-n", "1")
     again = subprocess.run(
         [MANIPLE, "run", "--name", "run0", "script0.py"],
-        cwd=first.folder.parent.parent, capture_output=True, text=True, timeout=30,
+        cwd=first.folder.parent.parent, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert again.returncode == 2
     assert "exists already" in again.stderr
@@ -97,11 +97,12 @@ def test_a_script_that_never_joins_is_told_so(run):
 def test_workers_with_different_models_are_told_the_parameter(run):
     done = run(
         """
-        import time, numpy as np, maniple
-        worker = maniple.join()
-        time.sleep(worker.rank)
+        import pathlib, time, numpy as np, maniple
+        worker, shared = maniple.join(), pathlib.Path("shared")
+        while worker.rank == 1 and not shared.exists(): time.sleep(0.01)
         worker.share({"a": np.zeros(3), "w": np.zeros((5, 2 + worker.rank), "f4")})
-        time.sleep(5)
+        shared.touch()
+        while worker.rank == 0: time.sleep(0.1)  # until the run ends
         """,
         "-n", "2",
     )  # fmt: skip
@@ -190,7 +191,7 @@ def test_ctrl_c_ends_all_and_saves_the_center(start):
         going.await_event(rank, "exchange", count=5)
     begin = time.monotonic()
     going.signal(signal.SIGINT)
-    assert going.wait(20) == 130
+    assert going.wait() == 130
     assert time.monotonic() - begin < 5
     assert "interrupted" in going.output
     steps = sum(going.events(rank, "exchange")[-1]["step"] for rank in range(3))
@@ -215,7 +216,7 @@ def test_ctrl_c_ends_also_workers_that_do_not_listen(start):
     children = [going.await_event(rank, "log")[0]["child"] for rank in range(2)]
     begin = time.monotonic()
     going.signal(signal.SIGINT)
-    assert going.wait(20) == 130
+    assert going.wait() == 130
     assert time.monotonic() - begin < 5
     for child in children:
         await_(lambda child=child: is_gone(child), 3)

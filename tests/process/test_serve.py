@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import maniple
 from maniple.errors import HostAway
 
-from .conftest import MANIPLE, await_, is_gone
+from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
 
 TRAINING = """
     import sys, time
@@ -34,12 +34,26 @@ TRAINING = """
             break
     print("rank", worker.rank, "steps", replica.steps, flush=True)
 """
+# The same, until there is a file of the given name.
+UNTIL = TRAINING.replace("for _ in range(int(sys.argv[1])):", "while not os.path.exists(sys.argv[1]):")
+UNTIL = UNTIL.replace("import sys", "import os, sys")
 
 
-def ended(worker: subprocess.Popen[str], timeout_s: float = 60) -> str:
-    output = worker.communicate(timeout=timeout_s)[0]
+def ended(worker: subprocess.Popen[str]) -> str:
+    output = worker.communicate(timeout=PATIENCE_S)[0]
     assert worker.returncode == 0, output
     return output
+
+
+def failed(worker: subprocess.Popen[str]) -> str:
+    output = worker.communicate(timeout=PATIENCE_S)[0]
+    assert worker.returncode == 1, output
+    return output
+
+
+def steps(output: str) -> int:
+    """How many steps a worker says it has made."""
+    return int(output.rpartition("steps ")[2])
 
 
 def test_workers_join_train_and_leave(serve):
@@ -94,7 +108,7 @@ def test_run_folder_is_all_that_a_worker_of_the_same_machine_needs(serve, tmp_pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert host.end() == 0
@@ -158,10 +172,9 @@ def test_worker_whose_host_is_gone_for_too_long_saves_its_replica_and_fails(serv
     host = serve("--host-deadline", "3")
     worker = host.join(TRAINING, "100000", "0.01")
     host.await_event(0, "exchange")
-    host.kill()
     begin = time.monotonic()
-    output = worker.communicate(timeout=30)[0]
-    assert worker.returncode == 1, output
+    host.kill()
+    output = failed(worker)
     assert 3 <= time.monotonic() - begin < 15
     assert "has been away for" in output
     assert "limit 3 s" in output
@@ -173,19 +186,19 @@ def test_worker_whose_host_is_gone_for_too_long_saves_its_replica_and_fails(serv
     assert successor.end() == 0
 
 
-def test_last_exchange_waits_for_the_host_to_return(serve):
+def test_last_exchange_waits_for_the_host_to_return(serve, tmp_path):
     host = serve()
-    worker = host.join(TRAINING, "200", "0.01")
+    worker = host.join(UNTIL, "stop", "0.01")
     host.await_event(0, "exchange")
-    server = host.server_pid
-    host.kill()
-    await_(lambda: is_gone(server))
-    time.sleep(3)  # the worker has made its steps, and waits at its end
+    assert_killed(host)
+    (tmp_path / "stop").touch()
+    said = next(line for line in worker.stdout if "steps" in line)
+    time.sleep(1)  # the worker has made its steps, and waits at its end
     assert worker.poll() is None
     successor = serve(name=host.folder.name)
-    assert "steps 200" in ended(worker)
+    ended(worker)
     assert successor.end() == 0
-    assert (successor.center["w"] == 200).all()
+    assert (successor.center["w"] == steps(said)).all()
 
 
 def test_host_that_ends_tells_its_workers(serve):
@@ -193,7 +206,7 @@ def test_host_that_ends_tells_its_workers(serve):
     worker = host.join(TRAINING, "100000", "0.01")
     host.await_event(0, "exchange")
     assert host.end() == 0
-    assert "told to stop" in ended(worker, 15)
+    assert "told to stop" in ended(worker)
 
 
 def test_another_run_on_the_same_port_is_refused(serve, tmp_path):
@@ -201,15 +214,12 @@ def test_another_run_on_the_same_port_is_refused(serve, tmp_path):
     address = first.address
     worker = first.join(TRAINING, "100000", "0.01")
     first.await_event(0, "exchange")
-    server = first.server_pid
-    first.kill()
-    await_(lambda: is_gone(server))
+    worker.send_signal(signal.SIGSTOP)  # until the second host is there, however long that takes
+    assert_killed(first)
     second = serve("--listen", address)
     second.await_event("server", "serving")
-    (second.folder / "token").read_text()
-    output = worker.communicate(timeout=30)[0]
-    assert worker.returncode == 1, output
-    assert "token" in output
+    worker.send_signal(signal.SIGCONT)
+    assert "token" in failed(worker)
     assert second.end() == 0
     assert not (second.folder / "center" / "center-0.safetensors").exists()
     successor = serve("--listen", "127.0.0.1:0", name=first.folder.name)
@@ -222,15 +232,16 @@ def test_another_lineage_with_the_same_token_is_refused(serve, tmp_path):
     address, token = first.address, first.token.read_text()
     worker = first.join(TRAINING, "100000", "0.01")
     first.await_event(0, "exchange")
+    worker.send_signal(signal.SIGSTOP)  # until the third host is there, however long that takes
     assert_killed(first)
     second = serve("--listen", address)
     second.await_event("server", "serving")
     assert_killed(second)
     (second.folder / "token").write_text(token)
     third = serve("--listen", address, name=second.folder.name)
-    output = worker.communicate(timeout=30)[0]
-    assert worker.returncode == 1, output
-    assert "serves another center now" in output
+    third.await_event("server", "serving", count=2)
+    worker.send_signal(signal.SIGCONT)
+    assert "serves another center now" in failed(worker)
     assert third.end() == 0
     last = serve(name=first.folder.name)
     last.await_event("host", "restored")
@@ -247,18 +258,28 @@ def assert_killed(host) -> None:
 
 
 def test_run_waits_for_the_workers_that_have_joined_it(start, tmp_path):
-    run = start(TRAINING, "-n", "1", "--listen", "127.0.0.1:0", args=("20", "0.02"))
+    run = start(UNTIL, "-n", "1", "--listen", "127.0.0.1:0", args=("stop", "0.02"))
     run.await_event(0, "exchange")
-    (tmp_path / "far.py").write_text((tmp_path / "script0.py").read_text())
     far = subprocess.Popen(
-        [str(MANIPLE), "join", str(run.folder), "far.py", "100", "0.02"],
+        [str(MANIPLE), "join", str(run.folder), "script0.py", "stop far", "0.02"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert "rank 1 steps 100" in ended(far)
-    assert run.wait(20) == 0, run.output
-    assert (run.center["w"] == 120).all()
+    try:
+        run.await_event(1, "exchange")
+        (tmp_path / "stop").touch()
+        run.await_event("host", "exit")  # of the run's own worker
+        before = len(run.events(1, "exchange"))
+        run.await_event(1, "exchange", count=before + 20)
+        assert run.process.poll() is None
+        (tmp_path / "stop far").touch()
+        output = ended(far)
+    finally:
+        far.kill()
+    assert "rank 1" in output
+    assert run.wait() == 0, run.output
+    assert (run.center["w"] == steps(run.log(0)) + steps(output)).all()
 
 
 def test_run_goes_on_where_it_has_ended(run, start, tmp_path):
@@ -266,7 +287,7 @@ def test_run_goes_on_where_it_has_ended(run, start, tmp_path):
     assert first.process.returncode == 0, first.output
     assert (first.center["w"] == 60).all()
     again = [str(MANIPLE), "run", "-n", "2", "--resume", "runs/run0", "script0.py", "10"]
-    done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "begins again from snapshot-000001" in done.stdout
     assert (first.center["w"] == 80).all()
@@ -277,7 +298,7 @@ def test_run_goes_on_where_it_has_ended(run, start, tmp_path):
     assert manifest["updates"] == 80  # counters go on
     for k in range(2):
         (first.folder / "center" / f"snapshot-00000{2 - k}" / "center-0.safetensors").write_bytes(b"short")
-        done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 2
         assert "truncated" in done.stderr
         assert ("--snapshot 1" in done.stderr) == (k == 0)
@@ -286,10 +307,13 @@ def test_run_goes_on_where_it_has_ended(run, start, tmp_path):
 def test_snapshots_are_written_in_the_course_of_a_run(serve):
     host = serve("--snapshot-every", "0.5", "--keep", "2")
     worker = host.join(TRAINING, "100000", "0.01")
-    host.await_event("host", "snapshot", count=4)
+    host.await_event(0, "exchange")
+    before = len(host.events("host", "snapshot"))
+    host.await_event("host", "snapshot", count=before + 4)
     names = sorted(path.name for path in (host.folder / "center").glob("snapshot-*"))
     assert len(names) <= 3
-    assert 0 < host.center["w"][0] == host.center["w"][-1]
+    w = host.center["w"]  # of one snapshot: the next one is soon there
+    assert 0 < w[0] == w[-1]
     worker.kill()
 
 
@@ -330,7 +354,7 @@ def test_host_begins_with_the_arrays_of_a_file(serve, tmp_path, monkeypatch):
 )
 def test_mistakes_are_told_and_leave_nothing(tmp_path, command, words, exit_code):
     (tmp_path / "script.py").write_text("import maniple\nmaniple.join()\n")
-    done = subprocess.run([str(MANIPLE), *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(MANIPLE), *command], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert words in done.stderr, done.stderr
     assert done.returncode in {exit_code, 1 if command[0] == "join" else exit_code}
     assert not list(Path(os.environ["MANIPLE_SHM"]).iterdir())
@@ -340,7 +364,7 @@ def test_port_that_is_taken_is_told(serve, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         host = serve("--listen", f"127.0.0.1:{port}")
-        assert host.wait(20) == 2
+        assert host.wait() == 2
     assert f"cannot listen on 127.0.0.1:{port}" in host.output
     assert not host.folder.exists()
 
@@ -349,20 +373,18 @@ def test_wrong_token_is_told_at_once(serve, tmp_path):
     host = serve()
     host.await_event("server", "serving")
     (tmp_path / "wrong").write_text("0" * 64)
-    begin = time.monotonic()
-    worker = host.join(TRAINING, "5", options=("--token-file", str(tmp_path / "wrong")))
-    output = worker.communicate(timeout=30)[0]
-    assert worker.returncode == 1
+    script = TRAINING.replace("worker =", "print('begin', time.time(), flush=True)\n    worker =", 1)
+    worker = host.join(script, "5", options=("--token-file", str(tmp_path / "wrong")))
+    output = failed(worker)
     assert "the token is not this run's" in output
-    assert time.monotonic() - begin < 10
+    assert time.time() - float(output.partition("begin ")[2].split()[0]) < 10
 
 
 def test_worker_with_another_model_is_refused_by_the_first_difference(serve):
     host = serve()
     ended(host.join(TRAINING, "3"))
     worker = host.join(TRAINING.replace("5000", "5001"), "3")
-    output = worker.communicate(timeout=30)[0]
-    assert worker.returncode == 1
+    output = failed(worker)
     assert "parameter 0 is 'w' float32[5001], but the center has 'w' float32[5000]" in output
     assert host.end() == 0
     assert (host.center["w"] == 3).all()
@@ -371,10 +393,10 @@ def test_worker_with_another_model_is_refused_by_the_first_difference(serve):
 def test_sigterm_lets_a_joined_worker_make_its_last_exchange(serve):
     host = serve()
     worker = host.join(TRAINING.replace("Every(1)", "Every(1000)"), "100000", "0.01")
-    host.await_event(0, "progress", count=3)
+    await_(lambda: any(row["step"] > 50 for row in host.events(0, "progress")))
     worker.send_signal(signal.SIGTERM)
-    worker.communicate(timeout=20)
-    steps = host.await_event(0, "leave") and host.events(0, "progress")[-1]["step"]
+    worker.communicate(timeout=PATIENCE_S)
+    made = host.await_event(0, "leave") and host.events(0, "progress")[-1]["step"]
     assert host.end() == 0
-    assert (host.center["w"] == steps).all()
-    assert steps > 50
+    assert (host.center["w"] == made).all()
+    assert made > 50

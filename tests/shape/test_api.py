@@ -11,8 +11,8 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Client", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit", "Replica",
-        "Rule", "StopAfter", "Worker", "join",
+        "ASGD", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit",
+        "Replica", "Rule", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -30,6 +30,13 @@ def test_clients_offer_these_calls():
     }  # fmt: skip
 
 
+def test_controllers_offer_these_members():
+    members = {name for name in dir(maniple.Controller) if not name.startswith("_")}
+    assert members == {"batches", "handle_control", "is_stopping", "live", "samples", "serve", "stop"}
+    assert list(inspect.signature(maniple.Worker.sampler).parameters) == ["self", "data", "static", "shuffle", "chunk"]
+    assert list(inspect.signature(maniple.Worker.ask).parameters) == ["self", "request", "timeout_s", "info"]
+
+
 def test_workers_and_replicas_offer_these_members():
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
@@ -37,13 +44,17 @@ def test_workers_and_replicas_offer_these_members():
     assert public(maniple.Feed) == {"close", "push"}
     assert list(inspect.signature(maniple.Feed).parameters) == ["name", "high_water", "address"]
     assert list(inspect.signature(maniple.Prefetch).parameters) == ["iterable", "ahead"]
-    assert public(maniple.Worker) >= {"device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop"}
+    assert public(maniple.Worker) >= {
+        "ask", "device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
+    }  # fmt: skip
     assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
 
 
 SETTINGS = [
-    "--certificate", "--every", "--host-deadline", "--keep", "--key", "--maximum-rate", "--name", "--quiet",
-    "--resume", "--rule", "--runs", "--seed", "--snapshot", "--snapshot-every", "--tls", "--wire", "-q",
+    "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--keep", "--key",
+    "--max-batches", "--max-epochs", "--maximum-rate", "--name", "--patience", "--quiet", "--resume", "--rule",
+    "--runs", "--seed", "--snapshot", "--snapshot-every", "--tls", "--total-duration", "--validate-every", "--wire",
+    "-q",
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_a_shape_that_cannot_be_is_refused(shape):
 
 def test_a_producer_cannot_join_as_a_worker():
     with pytest.raises(InvalidArgument, match="cannot join as a worker"):
-        take_seat(Place(segment=Path("nowhere"), producer=0, producer_number=0))
+        take_seat(Place(segment=Path("nowhere"), producer=0, producer_number=0), lambda: (0, 0, False))
 
 
 def test_a_worker_alone_has_no_feed_and_a_producer_alone_no_run():

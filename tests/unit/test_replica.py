@@ -23,6 +23,12 @@ class Owner:
     def end_if_told(self) -> None:
         pass
 
+    def stepped(self, replica) -> None:
+        pass
+
+    def settled(self, replica) -> None:
+        pass
+
 
 @pytest.fixture
 def segment(tmp_path):

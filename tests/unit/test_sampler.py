@@ -1,11 +1,11 @@
-"""The sampler: within a pass, each sample once over all workers."""
+"""The fixed shares: within a pass, each sample at most once over all workers, equally many for each."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument
-from maniple.sampler import Sampler
+from maniple.sampler import Shard
 
 
 @st.composite
@@ -14,28 +14,30 @@ def worlds(draw) -> tuple[int, int]:
     return draw(st.integers(world, 60)), world
 
 
-def samplers(count: int, world: int, **options) -> list[Sampler]:
-    return [Sampler(range(count), rank=rank, world=world, **{"seed": 1} | options) for rank in range(world)]
+def samplers(count: int, world: int, **options) -> list[Shard]:
+    return [Shard(count, rank=rank, world=world, **{"seed": (1,)} | options) for rank in range(world)]
 
 
 @given(worlds(), st.booleans(), st.integers(0, 99))
-def test_each_sample_is_taken_once_in_each_pass(sizes, shuffle, seed):
+def test_no_sample_is_taken_twice_in_a_pass_and_fewer_than_a_round_are_left_out(sizes, shuffle, seed):
     count, world = sizes
-    workers = samplers(count, world, shuffle=shuffle, seed=seed)
+    workers = samplers(count, world, shuffle=shuffle, seed=(seed,))
     for _ in range(3):
-        assert sorted(index for worker in workers for index in worker) == list(range(count))
+        taken = [index for worker in workers for index in worker]
+        assert len(set(taken)) == len(taken) == count - count % world
+        assert set(taken) <= set(range(count))
 
 
 @given(worlds())
-def test_length_is_what_is_handed_out_and_shares_differ_by_at_most_one(sizes):
+def test_length_is_what_is_handed_out_and_all_shares_are_equal(sizes):
     workers = samplers(*sizes)
     lengths = [len(list(worker)) for worker in workers]
     assert lengths == [len(worker) for worker in workers]
-    assert max(lengths) - min(lengths) <= 1
+    assert len(set(lengths)) == 1
 
 
 def test_passes_are_shuffled_anew_and_the_seed_repeats_them():
-    (first,), (again,), (other,) = (samplers(50, 1, seed=seed) for seed in (1, 1, 2))
+    (first,), (again,), (other,) = (samplers(50, 1, seed=(seed,)) for seed in (1, 1, 2))
     passes = [list(first) for _ in range(3)]
     assert len({tuple(p) for p in passes}) == 3
     assert passes == [list(again) for _ in range(3)]
@@ -43,7 +45,7 @@ def test_passes_are_shuffled_anew_and_the_seed_repeats_them():
 
 
 def test_without_shuffle_the_order_is_that_of_the_data():
-    assert [list(worker) for worker in samplers(7, 2, shuffle=False)] == [[0, 2, 4, 6], [1, 3, 5]]
+    assert [list(worker) for worker in samplers(7, 2, shuffle=False)] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_pass_that_was_broken_off_does_not_shift_the_next():
@@ -63,10 +65,10 @@ def test_samples_handed_out_are_counted_over_passes():
 
 def test_iteration_ends_when_the_worker_should_stop():
     taken: list[int] = []
-    sampler = Sampler(range(100), rank=0, world=1, seed=1, should_stop=lambda: len(taken) >= 3)
+    sampler = Shard(100, rank=0, world=1, seed=(1,), should_stop=lambda: len(taken) >= 3)
     for index in sampler:
         taken.append(index)
-    assert len(taken) == sampler.taken == 3
+    assert len(taken) == sampler.taken == 32  # it looks every 32 samples
 
 
 def test_indices_are_plain_integers():

@@ -1,8 +1,11 @@
 """The segment: the folder in shared memory that holds a run's center, and its removal after the run.
 
 /dev/shm/maniple-<lineage>/host      JSON: pid and run folder; locked for as long as the host lives
-                           members   one byte per rank: never, live, left or dead
+                           members   one byte per rank: never, live, left or dead; how often each rank was taken
                            node      the workers' own lock
+                           host.sock where the workers of this machine reach the controller
+                           controller  JSON: what the controller knows
+                           leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
                            array-*   a named array
                            stage-*   what one remote worker has under way
@@ -16,6 +19,7 @@ import mmap
 import os
 import re
 import shutil
+import struct
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +36,9 @@ _PREFIX = "maniple-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")  # only what a host has made is ever removed
 _MAKING = "making"
 _YOUNG_S = 60  # a segment without content may be in the making for so long
+_WORD = struct.Struct("<I")
+_CHANGES = MAX_WORKERS  # where the word stands that counts departures; the ranks' own words follow
+_MEMBERS_BYTES = MAX_WORKERS + _WORD.size * (1 + MAX_WORKERS)
 
 
 class Segment:
@@ -41,7 +48,7 @@ class Segment:
         self.path = path
         try:
             with (path / "members").open("r+b") as file:
-                self._members = mmap.mmap(file.fileno(), MAX_WORKERS)
+                self._members = mmap.mmap(file.fileno(), _MEMBERS_BYTES)
         except FileNotFoundError:
             raise InvalidArgument(
                 f"the run's shared memory {path} is gone: its host has ended. Start the run again with `maniple run`."
@@ -67,7 +74,7 @@ class Segment:
                 f"the run {run} is going on, or its memory {path} is still being freed. End it first, or wait a minute."
             ) from None
         except OSError as error:
-            raise _refusal(root, error) from error
+            raise refusal(root, error) from error
         try:
             guard = ByteLocks(path / "host")
             patience = Patience(timeout_s=10)
@@ -75,10 +82,10 @@ class Segment:
                 patience.wait(f"{path / 'host'}, which a sweep is looking at")
             (path / "host").write_bytes(msgspec.json.encode({"pid": os.getpid(), "run": str(run)}))
             with (path / "members").open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, MAX_WORKERS)
+                os.posix_fallocate(file.fileno(), 0, _MEMBERS_BYTES)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
-            raise _refusal(root, error) from error
+            raise refusal(root, error) from error
         segment = cls(path)
         segment._guard = guard
         return segment
@@ -114,7 +121,27 @@ class Segment:
     @property
     def live(self) -> int:
         """p, the workers alive now."""
-        return self._members[:].count(LIVE)
+        return self._members[:MAX_WORKERS].count(LIVE)
+
+    @property
+    def departures(self) -> int:
+        """Counts whenever a worker is no longer alive, so that one need not look at all of them."""
+        return _WORD.unpack_from(self._members, _CHANGES)[0]
+
+    def incarnation(self, rank: int) -> int:
+        """How often rank `rank` was taken: by this one can tell a worker from its predecessor."""
+        return _WORD.unpack_from(self._members, self._place_of(rank))[0]
+
+    def renew(self, rank: int) -> int:
+        """Give rank `rank` to a new process, which has not joined yet; gives its incarnation."""
+        self.mark(rank, NEVER)
+        number = self.incarnation(rank) + 1
+        _WORD.pack_into(self._members, self._place_of(rank), number)
+        return number
+
+    def is_live(self, rank: int, incarnation: int) -> bool:
+        """That very process of worker `rank` is alive."""
+        return self._members[rank] == LIVE and self.incarnation(rank) == incarnation
 
     def state(self, rank: int) -> int:
         """What became of worker `rank`: NEVER, LIVE, LEFT or DEAD."""
@@ -123,6 +150,11 @@ class Segment:
     def mark(self, rank: int, state: int) -> None:
         """Note what became of worker `rank`."""
         self._members[rank] = state
+        if state != LIVE:
+            _WORD.pack_into(self._members, _CHANGES, (self.departures + 1) & 0xFFFFFFFF)
+
+    def _place_of(self, rank: int) -> int:
+        return _CHANGES + _WORD.size * (1 + rank)
 
     def centers(self) -> list[Path]:
         """The files of the centers made so far."""
@@ -157,7 +189,8 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     return removed
 
 
-def _refusal(root: Path, error: OSError) -> SharedMemoryFull:
+def refusal(root: Path, error: OSError) -> SharedMemoryFull:
+    """The error for a folder in memory that grants no room."""
     return SharedMemoryFull(
         f"{root} refuses the run's shared memory: {error.strerror}. "
         "Free some space there, or set MANIPLE_SHM to another folder that is held in memory."

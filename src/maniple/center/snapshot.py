@@ -27,7 +27,7 @@ from maniple.center.tensors import digest_of, read_tensors, write_tensors
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
-from maniple.record.folder import write_json
+from maniple.record.folder import point, write_json
 
 _NAME = re.compile(r"snapshot-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -57,6 +57,7 @@ class Manifest(msgspec.Struct):
     files: dict[str, tuple[int, str]]  # size and SHA-256
     applied: dict[str, dict[str, list[int]]]
     versions: dict[str, str]
+    extra: dict[str, msgspec.Raw] = {}  # what others want to find again beside the center
 
 
 def write_snapshot(
@@ -67,22 +68,26 @@ def write_snapshot(
     restored: int,
     versions: dict[str, str],
     applied: dict[str, dict[str, list[int]]] | None = None,
+    extra: dict[str, msgspec.Raw] | None = None,
+    name: str | None = None,
 ) -> Path | None:
     """Write the next snapshot to `folder`; None if there is nothing to save yet.
 
     `applied` is what the snapshot that this center was restored from has told: workers that were away since then
-    may still ask.
+    may still ask. A snapshot with a `name` stands apart from the others and replaces one of that name.
     """
     centers = _open_all(segment)
     if not centers:
         return None
-    number = max((n for n, _ in snapshots(folder)), default=0) + 1
-    target = folder / f"snapshot-{number:06d}"
+    number = 0 if name else max((n for n, _ in snapshots(folder)), default=0) + 1
+    target = folder / (name or f"snapshot-{number:06d}")
     beside = folder / f".{target.name}.{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
-        manifest = Manifest(number, lineage, time.time(), restored, 0, [], {}, copy.deepcopy(applied or {}), versions)
+        manifest = Manifest(
+            number, lineage, time.time(), restored, 0, [], {}, copy.deepcopy(applied or {}), versions, extra or {}
+        )
         models = [center for center in centers if center.name.startswith("center-")]
         arrays = [center for center in centers if center not in models]
         for group, file in [
@@ -92,14 +97,16 @@ def write_snapshot(
             if group:
                 _write_group(segment, group, beside / file, manifest)
         manifest.updates = max(max(saved.versions, default=0) for saved in manifest.centers) // 2
-        write_json(beside / _MANIFEST, msgspec.to_builtins(manifest))
+        write_json(beside / _MANIFEST, manifest)
+        if name:
+            shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
     finally:
         for center in centers:
             center.close()
         shutil.rmtree(beside, ignore_errors=True)
-    for file in manifest.files:
-        _point(folder / file, Path(target.name) / file)
+    for file in manifest.files if name is None else ():
+        point(folder / file, Path(target.name) / file)
     return target
 
 
@@ -213,13 +220,6 @@ def _write_group(segment: Segment, centers: list[Shared], path: Path, manifest: 
         manifest.centers.append(
             Saved(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn)
         )
-
-
-def _point(link: Path, target: Path) -> None:
-    beside = link.with_name(f".{link.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(link)
 
 
 def newest_snapshot(folder: Path, lineage: str) -> tuple[Path, Manifest, list[str]]:

@@ -2,24 +2,21 @@
 
 import os
 import sys
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
 
 import maniple
+from maniple.cli.settings import settings
 from maniple.errors import InvalidArgument, ManipleError
-from maniple.host.host import KEEP
 from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, Place, environment
-from maniple.rules import RULES, parse_rule
+from maniple.place import Limits, Place, environment
+from maniple.rules import parse_rule
 from maniple.wire.address import Address
-from maniple.wire.codecs import CODECS
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
@@ -36,82 +33,6 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
     """
-
-
-def _settings(command: Command) -> Command:
-    """What `run` and `serve` have in common."""
-    for option in reversed(
-        [
-            click.option(
-                "--rule",
-                metavar="RULE",
-                help=f"What an exchange does: {', '.join(RULES)}; with settings: easgd:alpha=0.5.",
-            ),
-            click.option("--every", type=int, metavar="STEPS", help="Exchange every so many steps."),
-            click.option(
-                "--maximum-rate",
-                type=float,
-                metavar="SHARE",
-                help="Spend at most this share of wall time in exchanges.",
-            ),
-            click.option(
-                "--wire",
-                type=click.Choice(list(CODECS)),
-                help="How values travel to workers elsewhere. Default: float32, as they are.",
-            ),
-            click.option("--name", help="The run's name. Default: script and time."),
-            click.option(
-                "--runs",
-                type=click.Path(path_type=Path),
-                default=Path("runs"),
-                show_default=True,
-                help="Where run folders are made.",
-            ),
-            click.option(
-                "--seed",
-                type=int,
-                default=DEFAULT_SEED,
-                show_default=True,
-                help="The run's seed; each worker's own derives from it.",
-            ),
-            click.option(
-                "--resume",
-                type=click.Path(path_type=Path),
-                metavar="RUN",
-                help="Go on with a run whose host has ended or was killed, in its own folder.",
-            ),
-            click.option(
-                "--snapshot", type=int, metavar="NUMBER", help="With --resume: from this snapshot, not the newest."
-            ),
-            click.option(
-                "--snapshot-every",
-                "snapshot_every_s",
-                type=float,
-                default=300.0,
-                show_default=True,
-                metavar="SECONDS",
-                help="Save the center so often while training goes on; 0: only at the end.",
-            ),
-            click.option(
-                "--keep", type=int, default=KEEP, show_default=True, metavar="K", help="Keep the newest K snapshots."
-            ),
-            click.option(
-                "--host-deadline",
-                "host_deadline_s",
-                type=float,
-                default=HOST_DEADLINE_S,
-                show_default=True,
-                metavar="SECONDS",
-                help="A worker elsewhere trains on for so long without its host, then saves its replica and fails.",
-            ),
-            click.option("--tls", is_flag=True, help="Encrypt connections, with a certificate made for the run."),
-            click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
-            click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
-            click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-        ]
-    ):
-        command = option(command)
-    return command
 
 
 @cli.command(context_settings=_SCRIPT)
@@ -142,7 +63,7 @@ def _settings(command: Command) -> Command:
 )
 @click.option("--producers", type=int, default=1, show_default=True, metavar="K", help="Copies of each --feed script.")
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
-@_settings
+@settings
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
@@ -176,7 +97,7 @@ def run(**options: Any) -> None:
 @click.option(
     "--from", "arrays", type=click.Path(path_type=Path), metavar="FILE", help="Begin with the arrays of a file."
 )
-@_settings
+@settings
 def serve(**options: Any) -> None:
     """Be a host alone: keep a center for workers that come and go, until Ctrl-C or SIGTERM.
 
@@ -262,6 +183,7 @@ def _job(
     devices: str = "",
     **rest: Any,
 ) -> Job:
+    limits = Limits(**{part.name: rest.pop(part.name) for part in fields(Limits)})
     given = tuple(filter(None, (device.strip() for device in devices.split(","))))
     if every is not None and maximum_rate is not None:
         raise click.UsageError("--every and --maximum-rate are two paces; give one of them.")
@@ -276,7 +198,7 @@ def _job(
         raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
     where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)
     count = 0 if "script" not in rest else len(given) or 1 if workers is None else workers
-    return Job(workers=count, pace=pace, devices=given, listen=where, **rest)
+    return Job(workers=count, pace=pace, devices=given, listen=where, limits=limits, **rest)
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from typing import Protocol
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
 from maniple.feed.near import NearSource
-from maniple.feed.waits import Waits
+from maniple.feed.waits import Waits, report_to
 from maniple.place import Place
+from maniple.record import Events
 
 DEFAULT = "batches"
 _PATIENCE_S = 0.5  # so often a waiting worker looks whether it should stop
@@ -62,8 +63,9 @@ class Batches:
 class Feeds:
     """All feeds that one worker takes from."""
 
-    def __init__(self, place: Place, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, place: Place, events: Events, should_stop: Callable[[], bool]) -> None:
         self._place, self._should_stop = place, should_stop
+        report_to(events)
         self._open: dict[str, Batches] = {}
 
     def open(self, name: str) -> Batches:

@@ -5,7 +5,6 @@ import secrets
 import threading
 import time
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from maniple.center.snapshot import (
     check_snapshot,
     newest_snapshot,
     prune,
-    restore,
-    write_snapshot,
 )
 from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
+from maniple.host.keeping import begin_again, find_again, keep, unfinished, versions
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 
@@ -34,11 +32,12 @@ KEEP = 3
 class Host:
     """One run, as its owner sees it. `start` begins a new one, `resume` goes on with one whose host is gone."""
 
-    def __init__(self, folder: Folder, segment: Segment, lineage: str, asked: dict[str, Any], *, keep: int) -> None:
+    def __init__(self, folder: Folder, segment: Segment, lineage: str, asked: dict[str, Any], *, most: int) -> None:
         self.folder, self.segment, self.lineage = folder, segment, lineage
         self.news: list[str] = []  # what the person who started it should know
         self.salvaged: list[Path] = []
-        self._keep = keep
+        self.unfinished = 0  # samples that were handed out and not done when the run ended
+        self._most = most  # snapshots kept
         self._is_adopted = False
         self._restored = Restored.read(segment.path)
         self._joined: set[int] = set()
@@ -54,7 +53,7 @@ class Host:
         name: str,
         asked: dict[str, Any],
         *,
-        keep: int = KEEP,
+        most: int = KEEP,
         arrays: Path | None = None,
     ) -> "Host":
         """Begin a run: a new folder, a new segment, a new lineage; with the named arrays of a file, if one is given."""
@@ -74,8 +73,8 @@ class Host:
             segment.remove()
             folder.discard()
             raise
-        folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=_versions(), node=platform.node())
-        host = cls(folder, segment, lineage, asked, keep=keep)
+        folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=platform.node())
+        host = cls(folder, segment, lineage, asked, most=most)
         host.salvaged = salvaged
         return host
 
@@ -86,15 +85,15 @@ class Host:
         run: Path,
         asked: dict[str, Any],
         *,
-        number: int | None = None,
+        which: str | None = None,
         falls_back: bool = False,
-        keep: int = KEEP,
+        most: int = KEEP,
     ) -> "Host":
         """Go on with the run in folder `run`.
 
-        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot
-        (or snapshot `number`) is restored. If that one is damaged, the next older one is offered in the error, or
-        taken with `falls_back`.
+        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot is
+        restored, or `which`: a number, or "best". If the newest is damaged, the next older one is offered in the
+        error, or taken with `falls_back`.
         """
         folder = Folder(run.resolve())
         lineage = folder.read().get("lineage")
@@ -103,21 +102,21 @@ class Host:
                 f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
             )
         news: list[str] = []
-        segment = Segment.adopt(shared_memory, lineage, folder.path) if number is None else None
+        segment = Segment.adopt(shared_memory, lineage, folder.path) if which is None else None
         if segment is not None:
             finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
             news.append("the center has survived in shared memory: nothing was lost")
             folder.describe(resumed=time.time(), exit_code=None, ended=None)
-            host = cls(folder, segment, lineage, asked, keep=keep)
+            host = cls(folder, segment, lineage, asked, most=most)
             host._is_adopted = True
             host.events.write("adopted", finished=finished)
         else:
             sweep(shared_memory, _salvage)
-            path, manifest = _chosen(folder, lineage, number, falls_back=falls_back, news=news)
+            path, manifest = _chosen(folder, lineage, which, falls_back=falls_back, news=news)
             segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
-                restore(segment, path, manifest)
+                find_again(segment, path, manifest)
                 Restored(count, manifest.saved, manifest.applied).write(segment.path)
                 segment.made()
             except BaseException:
@@ -132,8 +131,9 @@ class Host:
             for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                 segment.mark(rank, DEAD)
             folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
-            host = cls(folder, segment, lineage, asked, keep=keep)
+            host = cls(folder, segment, lineage, asked, most=most)
             host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
+        begin_again(segment)
         host.news = news
         return host
 
@@ -144,14 +144,14 @@ class Host:
 
     def expect(self, rank: int) -> None:
         """Get ready for a new process of worker `rank`, which has not joined yet."""
-        self.segment.mark(rank, NEVER)
+        self.segment.renew(rank)
 
     def bury(self, rank: int, exit_code: int) -> bool:
         """Note that the process of worker `rank` has ended; True if it had joined."""
         had_joined = self.segment.state(rank) != NEVER
         if had_joined:
             self._joined.add(rank)
-        died = self.segment.state(rank) == LIVE
+        died = self.segment.state(rank) in {LIVE, DEAD}  # the server may have noted it first
         if died:
             self.segment.mark(rank, DEAD)
         self.events.write("exit", worker=rank, exit_code=exit_code, died=died)
@@ -161,9 +161,9 @@ class Host:
         """Write a snapshot to the run folder, and remove all but the newest few; None if there is no center yet."""
         with self._saving:
             begin = time.perf_counter()
-            path = _write(self.segment, self.folder, self.lineage, self._restored)
+            path = keep(self.segment, self.folder, self.lineage, self._restored)
             if path is not None:
-                prune(self.folder.center, self._keep)
+                prune(self.folder.center, self._most)
                 self.events.write("snapshot", name=path.name, duration=time.perf_counter() - begin)
             return path
 
@@ -184,6 +184,9 @@ class Host:
         """
         try:
             path = self.save()
+            for number, one in unfinished(self.segment).items():
+                self.events.write("sampled", sampler=number, epochs=one.cursors[-3:], unfinished=one.samples)
+                self.unfinished += one.samples
             self.segment.remove()
         finally:
             self.segment.close()
@@ -195,10 +198,10 @@ class Host:
 
 
 def _chosen(
-    folder: Folder, lineage: str, number: int | None, *, falls_back: bool, news: list[str]
+    folder: Folder, lineage: str, which: str | None, *, falls_back: bool, news: list[str]
 ) -> tuple[Path, Manifest]:
-    if number is not None:
-        path = folder.center / f"snapshot-{number:06d}"
+    if which is not None:
+        path = folder.center / (f"snapshot-{int(which):06d}" if which.isdigit() else which)
         return path, check_snapshot(path, lineage)
     path, manifest, reasons = newest_snapshot(folder.center, lineage)
     if reasons and not falls_back:
@@ -219,30 +222,9 @@ def _bring(segment: Segment, path: Path) -> None:
         center.close()
 
 
-def _write(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> Path | None:
-    return write_snapshot(
-        segment,
-        folder.center,
-        lineage=lineage,
-        restored=restored.count,
-        versions=_versions(),
-        applied=restored.applied,
-    )
-
-
 def _salvage(segment: Segment, run: Path) -> None:
     """Save what a host that was killed has left in memory."""
     folder = Folder(run)
     finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
-    _write(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path))
+    keep(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path))
     folder.describe(exit_code=None, ended="its host was killed; the center was saved by a later run")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("maniple", "numpy", "torch", "numba"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

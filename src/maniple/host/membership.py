@@ -1,15 +1,16 @@
-"""Membership: which workers came over the network, and whether they are alive, as the host's server sees them."""
+"""Membership: which workers there are, and whether they are alive, as the host's server sees them."""
 
 import threading
 
 from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
-from maniple.errors import InvalidArgument
+from maniple.errors import BadFrame, InvalidArgument
 from maniple.record import Events
+from maniple.wire.messages import Join
 from maniple.wire.stream import Stream
 
 
 class Membership:
-    """The remote workers of a run. Ranks below `reserved` belong to the workers that the launcher starts."""
+    """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts."""
 
     def __init__(self, segment: Segment, events: Events, reserved: int) -> None:
         self._segment, self._events, self._reserved = segment, events, reserved
@@ -17,6 +18,7 @@ class Membership:
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
         self._beats: dict[str, int] = {}  # the newest beat of each
+        self._incarnations: dict[str, int] = {}
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -45,20 +47,36 @@ class Membership:
         """The rank of a worker; -1 before it has joined."""
         return self._ranks.get(worker, -1)
 
-    def join(self, worker: str, stream: Stream, *, node: str, pid: int, before: int) -> int:
-        """A worker has come, or come back with the rank it had `before`; gives its rank."""
+    def join(self, worker: str, stream: Stream, said: Join) -> tuple[int, int]:
+        """A worker has come, or come back; gives its rank and how often that was taken."""
         with self._lock:
-            rank = self._ranks.get(worker, before)
-            is_new = worker not in self._ranks
-            is_taken = is_new and (rank < self._reserved or rank in self._ranks.values())
-            if is_taken or not 0 <= rank < MAX_WORKERS:
-                rank = self._free()
-            is_back = before >= 0
+            is_known = worker in self._ranks
+            rank = self._rank_near(said.rank) if said.is_near else self._rank_elsewhere(worker, said.rank)
+            if not is_known and rank != said.rank:
+                self._segment.renew(rank)
+            if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
+                self._segment.mark(rank, LIVE)
             self._ranks[worker] = rank
             self._speakers[worker] = stream
-            self._segment.mark(rank, LIVE)
-        self._events.write("returned" if is_back else "joined", worker=rank, node=node, pid=pid, live=self.live)
+            incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
+        is_back = is_known or (rank == said.rank and not said.is_near)
+        event = "returned" if is_back else "restarted" if said.restarts else "joined"
+        self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
+        return rank, incarnation
+
+    def _rank_near(self, rank: int) -> int:
+        if not 0 <= rank < self._reserved:
+            raise BadFrame(
+                f"a worker says that it was started here as rank {rank}, where 0 to {self._reserved - 1} were."
+            )
         return rank
+
+    def _rank_elsewhere(self, worker: str, before: int) -> int:
+        """The rank of a worker whom no launcher of this host has started: the one it had `before`, or a free one."""
+        rank = self._ranks.get(worker, before)
+        is_new = worker not in self._ranks
+        is_taken = is_new and (rank < self._reserved or rank in self._ranks.values())
+        return self._free() if is_taken or not 0 <= rank < MAX_WORKERS else rank
 
     def is_news(self, worker: str, beat: int) -> bool:
         """The rows of this beat have not come before."""
@@ -71,7 +89,7 @@ class Membership:
         with self._lock:
             self._speakers.pop(worker, None)
             rank = self._ranks.pop(worker, -1)
-            if rank >= 0:
+            if rank >= 0 and self._segment.is_live(rank, self._incarnations.pop(worker)):
                 self._segment.mark(rank, LEFT)
         self._events.write("left", worker=rank, live=self.live)
 
@@ -82,7 +100,9 @@ class Membership:
                 return
             del self._speakers[worker]
             rank = self._ranks[worker]
-            self._segment.mark(rank, DEAD)
+            # The launcher may have started a successor meanwhile, who lives; and one who has left stays so.
+            if self._segment.is_live(rank, self._incarnations[worker]):
+                self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)
 
     def _free(self) -> int:

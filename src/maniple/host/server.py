@@ -2,16 +2,11 @@
 
 It holds no state that the segment and the run folder do not hold: if it is killed, its successor takes the
 listening sockets over from the launcher, finishes what was begun, and goes on.
-
-    python -m maniple.host.server FD...        listening sockets, inherited; the rest by environment variables
 """
 
 import contextlib
-import resource
-import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -23,30 +18,31 @@ from maniple.center.serving import Serving
 from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
 from maniple.center.turns import Left, Turns
-from maniple.errors import BadFrame, InvalidArgument, ManipleError
+from maniple.errors import BadFrame, ManipleError
 from maniple.feed.serving import serve_feed
+from maniple.host.best import Best
+from maniple.host.control import SILENCE_S, Control
+from maniple.host.desk import Controls, Desk
+from maniple.host.keeping import keep
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored
 from maniple.host.saving import save_as
-from maniple.place import Place, find
+from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
-from maniple.wire.messages import Beat, Beaten, Join, Joined, Proof, Refusal, Welcome
+from maniple.wire.messages import Proof, Refusal, Welcome
 from maniple.wire.proof import HALF_OPEN_S, admit
 from maniple.wire.stream import NEVER_S, Stream, prepare
-from maniple.wire.tls import host_context
 
-SILENCE_S = 10.0  # a worker that has not beaten for so long counts as dead until it does
 _MAX_CONNECTIONS = 4096
 _MAX_HALF_OPEN = 64
-_MAX_ROWS_BYTES = 8 << 20
 _GOODBYE_S = 2.0  # two beats
 
 
 class Server:
     """All connections of one host."""
 
-    def __init__(self, place: Place, token: str, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, place: Place, token: str, tls: ssl.SSLContext | None, controller: Controls) -> None:
         assert place.segment is not None and place.run is not None
         self._place, self._token, self._tls = place, token, tls
         self._segment = Segment(place.segment)
@@ -56,10 +52,21 @@ class Server:
         self._restored = Restored.read(place.segment)
         self._members = Membership(self._segment, self._events, place.world)
         self._turns = Turns()
+        best = Best(
+            self._folder.center,
+            lambda name: keep(self._segment, self._folder, self._lineage, self._restored, name=name),
+        )
+        self._control = Control(
+            place,
+            self._segment,
+            self._folder,
+            members=self._members,
+            desk=Desk(controller, self._segment, self._events, place.limits, best),
+            turns=self._turns,
+        )
         self._lock = threading.Lock()
         self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
         self._connections = 0
-        self._controls = 0
         self._over = threading.Event()  # the run has ended: the workers are told, then this process ends
 
     def run(self, listeners: list[socket.socket]) -> None:
@@ -74,10 +81,11 @@ class Server:
             for thread in threads:
                 thread.start()
             self._events.write("serving", finished=finished, restored=self._restored.count)
-            warm_up(["float32", "float64"])
+            if any(one.family != socket.AF_UNIX for one in listeners):  # else values come by shared memory
+                warm_up(["float32", "float64"])
             self._over.wait()
             deadline = time.monotonic() + _GOODBYE_S
-            while self._controls and time.monotonic() < deadline:
+            while self._control.count and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def end(self, *_: Any) -> None:
@@ -122,7 +130,7 @@ class Server:
                 stream.linger()
                 raise
         except (OSError, ManipleError):
-            pass  # of no account: strangers, cut connections, workers that end; members are noted in `_control`
+            pass  # of no account: strangers, cut connections, workers that end; members are noted by `Control`
         finally:
             self._forget(link, number)
 
@@ -137,7 +145,10 @@ class Server:
         if not (proof.worker.isalnum() and proof.worker.isascii() and len(proof.worker) <= 32):
             raise BadFrame(f"{proof.worker!r} cannot name a worker.")
         if proof.role == "control":
-            self._control(stream, proof.worker)
+            self._control.attend(stream, proof.worker, self._over.is_set)
+            return
+        if proof.role == "ask":
+            self._control.answer(stream, proof.worker)
             return
         if proof.role == "feed":
             serve_feed(stream, self._segment.path, proof.worker, self._over.is_set)
@@ -158,70 +169,5 @@ class Server:
             self._turns.forget(proof.worker, self._segment)
             raise
 
-    def _control(self, stream: Stream, worker: str) -> None:
-        stream.set_timeout(SILENCE_S)
-        join = stream.receive_message()
-        if not isinstance(join, Join):
-            raise BadFrame("a worker that does not join was not expected.")
-        rank = self._members.join(worker, stream, node=join.node, pid=join.pid, before=join.rank)
-        place = self._place
-        with self._lock:
-            self._controls += 1
-        try:
-            stream.send(
-                Joined(
-                    rank,
-                    max(place.world, rank + 1),
-                    self._members.live,
-                    place.seed,
-                    place.rule or "",
-                    place.pace or "",
-                    place.wire or "",
-                    place.host_deadline_s,
-                )
-            )
-            with self._folder.events(rank).open("ab", buffering=0) as rows:
-                while True:
-                    beat, size = stream.receive()
-                    if not isinstance(beat, Beat):
-                        raise BadFrame("a worker's beat was expected.")
-                    new = stream.receive_bytes(size, at_most=_MAX_ROWS_BYTES)
-                    if new and self._members.is_news(worker, beat.number):
-                        rows.write(new)
-                    if beat.is_last:
-                        self._members.leave(worker)
-                        self._turns.forget(worker, self._segment)
-                    if self._over.is_set():
-                        stream.send(Refusal("RunOver", "the run has ended"))
-                        return
-                    stream.send(Beaten(self._members.live))
-                    if beat.is_last:
-                        return
-        except (OSError, ManipleError) as error:
-            self._members.lose(worker, stream, str(error))
-            raise
-        finally:
-            with self._lock:
-                self._controls -= 1
-
     def _welcome(self, mac: bytes) -> Welcome:
         return Welcome(mac, self._lineage, self._restored.count, self._restored.saved)
-
-
-def main() -> None:
-    """Serve until killed or told to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the launcher decides
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    place = find()
-    if not place.token:
-        raise InvalidArgument("the server has no token. It is started by `maniple serve` and `maniple run --listen`.")
-    tls = host_context(place.certificate, place.key) if place.certificate and place.key else None
-    listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    server = Server(place, place.token, tls)
-    signal.signal(signal.SIGTERM, server.end)
-    server.run(listeners)
-
-
-if __name__ == "__main__":
-    main()

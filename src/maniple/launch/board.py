@@ -30,7 +30,9 @@ class Board:
     """All workers' standings, kept up to date by following their events and logs."""
 
     def __init__(self, folder: Folder, workers: int) -> None:
+        self._own = workers  # the launcher itself knows what becomes of these
         self.standings = [Standing() for _ in range(workers)]
+        self.stop = ""  # why the controller lets everybody stop
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
         self._steps_before = self._samples_before = 0  # of workers that died and were restarted
         self._folder = folder
@@ -68,12 +70,13 @@ class Board:
         )
 
     def _note_member(self, row: Row) -> None:
-        """A worker of another machine has come or gone."""
+        """A worker of another machine has come or gone, or the controller has decided to stop."""
+        if row.get("event") == "stop":
+            self.stop = str(row.get("reason"))
         state = {"joined": "training", "returned": "training", "lost": "lost", "left": "done"}.get(
             str(row.get("event"))
         )
-        if state is not None:
-            rank = int(row["worker"])
+        if state is not None and (rank := int(row["worker"])) >= self._own:
             while len(self.standings) <= rank:
                 self._events.append(Tail(self._folder.events(len(self.standings))))
                 self._logs.append(Tail(self._folder.log(len(self.standings))))

@@ -3,16 +3,17 @@
 import difflib
 import itertools
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
+from maniple.controller.loading import arguments, split
 from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
+from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.launch.door import Listen
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -38,8 +39,11 @@ class Job:
     snapshot_every_s: float = 300.0  # 0: only at the end
     keep: int = KEEP  # snapshots
     resume: Path | None = None  # the folder of the run to go on with
-    snapshot: int | None = None  # the one to go on from; None: the newest
+    snapshot: str | None = None  # the one to go on from, a number or "best"; None: the newest
     arrays: Path | None = None  # a file of named arrays to begin with
+    limits: Limits = field(default_factory=Limits)
+    controller: str | None = None  # FILE.py:CLASS; None: the default one
+    controller_args: tuple[str, ...] = ()  # NAME=VALUE
     feeds: tuple[str, ...] = ()  # scripts that produce batches, each with its arguments
     producers: int = 1  # how many copies of each
 
@@ -58,14 +62,25 @@ class Job:
             )
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
+        if self.snapshot is not None and not (self.snapshot.isdigit() or self.snapshot == "best"):
+            raise InvalidArgument(f"--snapshot {self.snapshot} is no snapshot. Write its number, or `best`.")
         if self.resume is not None and self.name is not None:
             raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
         if self.wire is not None:
             codec(self.wire)
+        self.limits.check()
+        if self.controller is not None:
+            split(self.controller)
+        elif self.controller_args:
+            raise InvalidArgument("--controller-arg is for a controller of one's own. Add --controller FILE.py:CLASS.")
+        arguments(self.controller_args)
         if self.listen is not None:
             self.listen.check()
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
+        self._check_feeds()
+
+    def _check_feeds(self) -> None:
         if not 1 <= self.producers <= MAX_PRODUCERS:
             raise InvalidArgument(
                 f"--producers {self.producers}: 1 to {MAX_PRODUCERS} copies of a script can be started. Write 2."
@@ -89,6 +104,9 @@ class Job:
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
+            "controller": self.controller,
+            "controller_args": list(self.controller_args),
+            **asdict(self.limits),
             "feeds": list(self.feeds),
             "producers": self.producers,
         }

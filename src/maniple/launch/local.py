@@ -5,19 +5,22 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import WorkerFailed
+from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
+from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
-from maniple.launch.door import Door
+from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
+from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
+from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
 from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
 from maniple.record import Folder
@@ -25,7 +28,6 @@ from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
-_LAST_LINES = 20
 _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,10 +50,10 @@ def _begin(job: Job) -> "_Run":
         job = _remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
-        host = Host.resume(shared_memory(), run, job.asked(), number=job.snapshot, falls_back=falls_back, keep=job.keep)
+        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
     else:
         name = job.name or fresh_name(job.runs, job.script or Path("host"))
-        host = Host.start(shared_memory(), job.runs, name, job.asked(), keep=job.keep, arrays=job.arrays)
+        host = Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
     try:
         return _Run(job, host)
     except BaseException:
@@ -82,9 +84,13 @@ class _Run:
             seed=job.seed,
             wire=job.wire,
             host_deadline_s=job.host_deadline_s,
+            limits=job.limits,
+            controller=job.controller,
+            controller_args=job.controller_args,
         )
-        self._door = Door(host, job.listen, place) if job.listen is not None else None
-        reach = place if self._door is None else self._door.place.told(key=None)
+        self._gate = Gate(host, job.listen, place)
+        self._server = Server(host, self._gate)
+        reach = self._gate.place.told(key=None)
         cores = sorted(os.sched_getaffinity(0))
         threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
         self._processes = [
@@ -94,6 +100,7 @@ class _Run:
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
+        self._stopping = Stopping()
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
@@ -107,7 +114,7 @@ class _Run:
                 with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
                     self._watch()
                 exit_code = 0
-            except WorkerFailed as failure:
+            except (WorkerFailed, InvalidArgument) as failure:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
@@ -125,23 +132,21 @@ class _Run:
 
     def _greet(self) -> None:
         who = count(self._job.workers, "worker") if self._job.script else "a host alone"
-        self._say(f"{who}, run folder {_short(self._host.folder.path)}")
+        self._say(f"{who}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
         for path in self._host.salvaged:
             self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")
-        if self._door is not None:
-            folder = _short(self._host.folder.path)
+        if self._gate.address is not None:
+            folder = short(self._host.folder.path)
             self._say(
-                f"listening on {self._door.address}; one more worker: maniple join {folder} SCRIPT, or from elsewhere"
+                f"listening on {self._gate.address}; one more worker: maniple join {folder} SCRIPT, or from elsewhere"
             )
-            self._say(f"    MANIPLE_TOKEN_FILE={folder}/token maniple join {self._door.public} SCRIPT")
+            self._say(f"    MANIPLE_TOKEN_FILE={folder}/token maniple join {self._gate.public} SCRIPT")
 
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
-        children: list[Process | Producer | Door] = [*self._processes, *self._producers.all]
-        if self._door is not None:
-            children.append(self._door)
+        children: list[Process | Producer | Server] = [*self._processes, *self._producers.all, self._server]
         with selectors.DefaultSelector() as selector:
             while not self._is_done():
                 for child in children:
@@ -150,7 +155,7 @@ class _Run:
                         selector.register(child.descriptor, selectors.EVENT_READ, child)
                 for key, _ in selector.select(_TICK_S):
                     selector.unregister(key.fileobj)
-                    if isinstance(key.data, Door):
+                    if isinstance(key.data, Server):
                         self._mind_server(key.data)
                     elif isinstance(key.data, Producer):
                         self._mind_producer(key.data)
@@ -171,18 +176,20 @@ class _Run:
             return False
         return self._host.segment.live == 0
 
-    def _mind_server(self, door: Door) -> None:
+    def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
-        exit_code = door.collect()
-        door.restart()
+        exit_code = server.collect()
+        if (kind := hopeless(exit_code)) is not None:
+            raise kind("the controller cannot be used:\n" + last_lines(self._host.folder.log("server")))
+        server.restart()
         self._host.events.write("server died", exit_code=exit_code)
-        self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
+        self._say(f"the server {reason(exit_code)}: it is started again, and nothing is lost")
 
     def _mind_producer(self, producer: Producer) -> None:
         if exit_code := producer.collect():
             log = self._host.folder.log(producer.name)
             self._producers.fail(
-                WorkerFailed(f"producer {producer.number} {_reason(exit_code)}, so the run ends. {_last_words(log)}")
+                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {last_words(log)}")
             )
 
     def _tell_unsaved(self, error: Exception) -> None:
@@ -199,12 +206,12 @@ class _Run:
         if process.restarts < self._job.restarts:
             process.restart()
             which = f"restart {process.restarts} of {self._job.restarts}"
-            self._say(f"worker {process.rank} {_reason(exit_code)}: {which}")
+            self._say(f"worker {process.rank} {reason(exit_code)}: {which}")
             return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
-        raise WorkerFailed(f"worker {process.rank} {_reason(exit_code)}{again}, so the run ends. {_last_words(log)}")
+        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
@@ -221,8 +228,7 @@ class _Run:
         self._producers.end(lambda: self._is_hurried)
 
     def _close(self, exit_code: int) -> int:
-        if self._door is not None:
-            self._door.shut(_GRACE_S)
+        self._server.shut(_GRACE_S)
         try:
             saved = self._host.close(exit_code)
         except OSError as error:
@@ -233,12 +239,17 @@ class _Run:
             )
             return exit_code or _REFUSED
         self._say(self._board.summary())
+        if self._host.unfinished:
+            self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")
         for path in saved:
-            self._say(f"center saved: {_short(path)}")
+            self._say(f"center saved: {short(path)}")
         return exit_code
 
     def _show(self) -> None:
         self._tell(self._view.show, self._board, self._board.refresh())
+        running = [process.rank for process in self._processes if process.is_running]
+        for line in self._stopping.news(self._board.stop, running):
+            self._say(line)
 
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)
@@ -269,22 +280,3 @@ class _Run:
 
     def _hurry(self, *_: Any) -> None:
         self._is_hurried = True
-
-
-def _reason(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
-
-
-def _last_words(log: Path) -> str:
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return f"Its last lines ({_short(log)}):\n" + "\n".join("    " + line for line in lines)
-
-
-def _short(path: Path) -> str:
-    with suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)

@@ -46,7 +46,7 @@ class Folder:
             ) from error
         for part in ("events", "logs", "center"):
             (folder.path / part).mkdir()
-        _point(root / "last", name)
+        point(root / "last", name)
         return folder
 
     def discard(self) -> None:
@@ -99,11 +99,12 @@ def _name(who: int | str) -> str:
     return f"worker-{who}" if isinstance(who, int) else who
 
 
-def _point(link: Path, target: str) -> None:
-    beside = link.with_name(f".last.{os.getpid()}")
+def point(link: Path, target: str | Path) -> None:
+    """Let a symbolic link point at `target`, from one moment to the next. Anything else that stands there stays."""
+    beside = link.with_name(f".{link.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     beside.symlink_to(target)
     try:
         beside.replace(link)
-    except OSError:  # a real folder named "last" stands there: leave it
+    except OSError:  # a real folder of that name stands there: leave it
         beside.unlink()

@@ -49,7 +49,7 @@ class Address:
             raise
         return link
 
-    def listen(self, backlog: int = 128) -> socket.socket:
+    def listen(self, backlog: int = 1024) -> socket.socket:
         """A listening socket."""
         if self.path is not None:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

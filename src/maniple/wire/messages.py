@@ -4,6 +4,7 @@ every connection    Hello, Proof, Welcome; Refusal at any time
 data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask, Told; Take, Put; Find; Names, Listing;
                     Save, Saved; Bye
 control             Join, Joined, Beat, Beaten
+ask                 Request, Reply
 feed                those of `batches`
 """
 
@@ -173,18 +174,21 @@ class Bye(Said, frozen=True, tag=27):
 
 
 class Join(Said, frozen=True, tag=40):
-    """Worker: I am here, on this node; I was rank `rank` before, or -1."""
+    """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
+    rank, and I use the center in shared memory."""
 
     node: str
     pid: int
     rank: int
     restarts: int
+    is_near: bool = False
 
 
 class Joined(Said, frozen=True, tag=41):
-    """Host: then you are rank `rank`; these settings are the run's."""
+    """Host: then you are rank `rank`, which is taken for the `incarnation`-th time; these settings are the run's."""
 
     rank: int
+    incarnation: int
     world: int
     live: int
     seed: int
@@ -192,19 +196,47 @@ class Joined(Said, frozen=True, tag=41):
     pace: str
     wire: str
     host_deadline_s: float
+    max_epochs: int
 
 
 class Beat(Said, frozen=True, tag=42):
-    """Worker: I am alive; my new rows are in the payload. A number that came before is a repetition."""
+    """Worker: I am alive, and have made so many steps on so many samples; my new rows are in the payload. A number
+    that came before is a repetition."""
 
     number: int
     is_last: bool = False
+    steps: int = 0
+    samples: int = 0
 
 
 class Beaten(Said, frozen=True, tag=43):
-    """Host: so am I; so many workers are alive."""
+    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop."""
 
     live: int
+    within_s: float = 1.0
+    stop: str = ""
+
+
+class Request(Said, frozen=True, tag=44):
+    """Worker: I, rank `rank`, ask the controller `request`; what it needs to know is in the payload, as JSON.
+
+    It is my question number `sequence`: if I ask it again, I have not heard the answer. I have made so many steps on
+    so many samples; `is_finished`: my samples have come to their end.
+    """
+
+    sequence: int
+    request: str
+    rank: int
+    incarnation: int
+    steps: int
+    samples: int
+    is_finished: bool = False
+
+
+class Reply(Said, frozen=True, tag=45):
+    """Host: the answer to question `sequence` is in the payload, as JSON."""
+
+    sequence: int
 
 
 Message = (
@@ -234,5 +266,7 @@ Message = (
     | Joined
     | Beat
     | Beaten
+    | Request
+    | Reply
     | FeedMessage
 )

@@ -162,12 +162,12 @@ class Stream:
         waiting = array("i", [0])
         try:
             fcntl.ioctl(self._pipe.fileno(), termios.TIOCOUTQ, waiting)
-        except OSError:
+        except (OSError, ValueError):  # another thread has closed it
             return 0
         return self.sent_bytes - waiting[0]
 
     def _fill(self, view: memoryview, deadline: float | None) -> None:
-        taken = -1
+        taken, is_first = self.sent_bytes, True  # what was sent before is taken soon: that is no answer
         while view.nbytes:
             if deadline is not None:
                 self.set_timeout(max(0.001, deadline - time.monotonic()))
@@ -175,7 +175,9 @@ class Stream:
                 count = self._pipe.recv_into(view, min(view.nbytes, 1 << 30), 0 if deadline else socket.MSG_WAITALL)
             except BlockingIOError:
                 before, taken = taken, self._taken()
-                if taken > before and deadline is None:
+                is_moving = taken > before or (is_first and taken < self.sent_bytes)  # or some is under way
+                is_first = False
+                if is_moving and deadline is None:
                     continue  # it is still taking what another thread sends, and answers when it has all of it
                 raise Stalled(f"the other side has sent no byte for {self._timeout_s:g} s") from None
             if not count:

@@ -1,7 +1,7 @@
-"""The control connection: says once a second that this worker is alive, carries its rows, and hears how many live.
+"""The control connection: says once a second that this worker is alive, and hears how many live and whether to stop.
 
 It has a thread and a connection of its own, so that values under way never delay it, and it alone makes new
-tries when the host is gone: training never waits for them.
+tries when the host is gone: training never waits for them. A worker elsewhere also sends its rows by it.
 """
 
 import threading
@@ -13,8 +13,8 @@ from maniple.center.link import Door, Link, checked
 from maniple.center.tcp import insist
 from maniple.errors import BadFrame, ManipleError
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
+from maniple.worker.seat import Count
 
-BEAT_S = 1.0
 _MOST_ROWS = 100_000  # kept while the host is away
 _BEAT_BYTES = 1 << 20
 _GOODBYE_S = 10.0  # a host that is being started again is back by then
@@ -22,22 +22,31 @@ _ANSWER_S = 6.0  # a host that has not answered a beat for so long is away
 
 
 class Control:
-    """This worker's membership in a run whose host is elsewhere."""
+    """This worker's membership in its run. `join` waits for the host; without it, `start` finds it in its own time."""
 
-    def __init__(self, door: Door, *, node: str, pid: int, restarts: int, deadline_s: float) -> None:
+    def __init__(self, door: Door, who: Join, *, count: Count) -> None:
         self.live = 1
         self.is_over = False  # the host has ended the run
-        self._who = (node, pid, restarts)
+        self.stop = ""  # why this worker should stop, once the controller has said so
+        self.joined: Joined | None = None
+        self.on_away: Callable[[], None] = lambda: None  # called when the host is found to be away
+        self._who, self._count = who, count
         self._link = Link(door, "control", timeout_s=_ANSWER_S)
         self._rows: deque[bytes] = deque(maxlen=_MOST_ROWS)
         self._under_way: list[bytes] = []  # with beat `_number`, until it is answered
         self._number = 0
-        self.on_away: Callable[[], None] = lambda: None  # called when the host is found to be away
+        self._within_s = 1.0
         self._away_since: float | None = None
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
-        self.joined = insist(self._link, lambda: self._join(-1), deadline_s)
         self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
+
+    def join(self, deadline_s: float) -> Joined:
+        """Wait until the host has taken this worker in."""
+        return insist(self._link, self._join, deadline_s)
+
+    def start(self) -> None:
+        """Beat from now on."""
         self._thread.start()
 
     @property
@@ -73,12 +82,12 @@ class Control:
         self._wake.set()
         self._thread.join(patience_s + _ANSWER_S)
 
-    def _join(self, rank: int) -> Joined:
-        node, pid, restarts = self._who
-        answer = self._link.say(Join(node, pid, rank, restarts))
+    def _join(self) -> Joined:
+        answer = self._link.say(self._who)
         if not isinstance(answer, Joined):
             raise BadFrame("the host was told of a new worker, and said something else.")
-        self.live = answer.live
+        self.joined, self.live = answer, answer.live
+        self._who = Join(self._who.node, self._who.pid, answer.rank, self._who.restarts, self._who.is_near)
         return answer
 
     def _beat_on(self) -> None:
@@ -87,7 +96,7 @@ class Control:
             try:
                 if not self._link.is_connected:
                     self._link.stream()
-                    self._join(self.joined.rank)
+                    self._join()
                 while self._rows and not self.is_over:
                     self._beat()
                 self._beat(is_last=is_last)
@@ -102,7 +111,7 @@ class Control:
                     continue
             if is_last:
                 break
-            self._wake.wait(BEAT_S if self.is_connected else 0.05)
+            self._wake.wait(self._within_s if self.is_connected else 0.05)
         self._link.drop("this worker has left")
 
     def _beat(self, *, is_last: bool = False) -> None:
@@ -113,7 +122,8 @@ class Control:
                 self._under_way.append(self._rows.popleft())
                 size += len(self._under_way[-1])
         stream = self._link.stream()
-        stream.send(Beat(self._number, is_last and not self._rows), b"".join(self._under_way))
+        steps, samples, _ = self._count()
+        stream.send(Beat(self._number, is_last and not self._rows, steps, samples), b"".join(self._under_way))
         answer = stream.receive_message()
         if isinstance(answer, Refusal) and answer.kind == "RunOver":
             self.is_over = True
@@ -121,5 +131,5 @@ class Control:
         checked(answer)
         if not isinstance(answer, Beaten):
             raise BadFrame("the host's beat was expected.")
-        self.live = answer.live
+        self.live, self.stop, self._within_s = answer.live, answer.stop, answer.within_s
         self._under_way = []

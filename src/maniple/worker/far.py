@@ -1,9 +1,11 @@
 """The seat of a worker that reaches its host over the network."""
 
+import functools
 import os
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,12 @@ from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
 from maniple.record import Events
-from maniple.wire.messages import Welcome
+from maniple.sampler import Terms
+from maniple.sampler.remote import Borrower
+from maniple.wire.messages import Join, Welcome
 from maniple.worker.control import Control
+from maniple.worker.questions import Questions
+from maniple.worker.seat import Count
 
 _JOIN_S = 60.0  # for so long a worker that starts waits for its host
 
@@ -24,10 +30,11 @@ _JOIN_S = 60.0  # for so long a worker that starts waits for its host
 class Far:
     """A worker that reaches its host over the network."""
 
-    def __init__(self, place: Place) -> None:
-        door = Door.of(place)
-        self._control = Control(door, node=place.node, pid=os.getpid(), restarts=place.restarts, deadline_s=_JOIN_S)
-        told = self._control.joined
+    def __init__(self, place: Place, count: Count) -> None:
+        self._door = door = Door.of(place)
+        self._count = count
+        self._control = Control(door, Join(place.node, os.getpid(), -1, place.restarts), count=count)
+        told = self._control.join(_JOIN_S)
         self.place = place.told(
             rank=told.rank,
             world=told.world,
@@ -36,7 +43,9 @@ class Far:
             pace=told.pace or None,
             wire=told.wire or None,
             host_deadline_s=told.host_deadline_s,
+            limits=replace(place.limits, max_epochs=told.max_epochs),
         )
+        self._lenders: list[Questions] = []
         self.events = Events(None, sink=self._control.write, worker=told.rank)
         self._link = Link(
             door,
@@ -46,11 +55,17 @@ class Far:
             on_restored=self._tell_restored,
         )
         self._control.on_away = self._link.abort  # an exchange under way need not find out by itself
+        self._control.start()
 
     @property
     def is_over(self) -> bool:
         """The host has ended the run."""
         return self._control.is_over
+
+    @property
+    def stop(self) -> str:
+        """Why this worker should stop, once the controller has said so."""
+        return self._control.stop
 
     def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
@@ -75,10 +90,35 @@ class Far:
         """The lock that the workers of this machine share."""
         return ByteLocks(Path(tempfile.gettempdir()) / f"maniple-{self._control.lineage}-{os.getuid()}.lock")
 
+    def lender(self, number: int, terms: Terms) -> Borrower:
+        """The leases of this worker's sampler `number`, by questions over a connection of their own."""
+        questions = Questions(self._door, who=self._who, count=self._count)
+        self._lenders.append(questions)
+        return Borrower(questions.ask, number, terms, on_away=self._mind_absence)
+
+    def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any:
+        """The controller's answer."""
+        return self._questions.ask(request, info, timeout_s=timeout_s)
+
+    @functools.cached_property
+    def _questions(self) -> Questions:
+        return Questions(self._door, who=self._who, count=self._count)
+
+    def _who(self) -> tuple[int, int]:
+        joined = self._control.joined
+        assert joined is not None
+        return joined.rank, joined.incarnation
+
+    def _mind_absence(self) -> None:
+        if (error := self.absence()) is not None:
+            raise error
+
     def leave(self, **row: Any) -> None:
         """Send the last rows and say goodbye."""
         self.events.write("leave", **row)
         self._link.drop("this worker has left")
+        for questions in self._lenders:
+            questions.close()
         # A worker that ends because its host is gone has waited for it long enough.
         self._control.leave(**({} if self._control.is_connected else {"patience_s": 1.0}))
 

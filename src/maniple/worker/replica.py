@@ -28,6 +28,8 @@ class Owner(Protocol):
     @property
     def is_over(self) -> bool: ...
     def samples_taken(self) -> int: ...
+    def stepped(self, replica: "Replica") -> None: ...
+    def settled(self, replica: "Replica") -> None: ...
     def end_if_told(self) -> None: ...
     def mind_absence(self, replica: "Replica") -> None: ...
 
@@ -76,6 +78,7 @@ class Replica:
             self.total_samples += self.samples
         else:
             self.total_samples = self._worker.samples_taken()
+        self._worker.stepped(self)
         if self._center is None:
             return
         now = time.perf_counter()
@@ -105,6 +108,7 @@ class Replica:
         self._spent_s += cost_s
         self.pace.exchanged(cost_s, outcome.size_bytes)
         self._since_exchange = 0
+        self._worker.settled(self)
         self._mind_refusals(outcome)
         self._worker.end_if_told()
 

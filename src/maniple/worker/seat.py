@@ -1,7 +1,10 @@
 """A worker's seat: how it belongs to its run. Alone it belongs to none; `Near` shares memory with its host; `far.Far`
 reaches it over the network."""
 
-from typing import Any, Protocol
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maniple.adapters import Adapter
 from maniple.center import ByteLocks, Segment, Shared
@@ -11,6 +14,13 @@ from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
+from maniple.sampler import Lease, Lender, Table, Terms
+from maniple.sampler.table import Holder, Verdict
+
+if TYPE_CHECKING:
+    from maniple.worker.questions import Questions
+
+Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
 
 class Seat(Protocol):
@@ -25,8 +35,15 @@ class Seat(Protocol):
         """The host has ended the run."""
         ...
 
+    @property
+    def stop(self) -> str:
+        """Why this worker should stop, once the controller has said so."""
+        ...
+
     def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]: ...
     def locks(self) -> ByteLocks: ...
+    def lender(self, number: int, terms: Terms) -> Lender: ...
+    def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any: ...
     def absence(self) -> HostAway | None:
         """The error to end with, if the host has been away for too long."""
         ...
@@ -34,32 +51,52 @@ class Seat(Protocol):
     def leave(self, **row: Any) -> None: ...
 
 
-def take_seat(place: Place) -> Seat | None:
+def take_seat(place: Place, count: Count) -> Seat | None:
     """The seat that `place` describes; None for a worker alone."""
     if place.producer_number >= 0:
         raise InvalidArgument(
             "this process was started to produce batches (--feed), and cannot join as a worker. Call maniple.Feed()."
         )
     if place.is_near:
-        return Near(place)
+        return Near(place, count)
     if place.address is None:
         return None
     from maniple.worker.far import Far  # what it needs takes its time to import, and few workers are far
 
-    return Far(place)
+    return Far(place, count)
 
 
 class Near:
-    """A worker on its host's machine."""
+    """A worker on its host's machine. Its control connection is made in the background: nothing waits for it."""
 
-    is_over = False
+    def __init__(self, place: Place, count: Count) -> None:
+        from maniple.center.link import Door
+        from maniple.wire.messages import Join
+        from maniple.worker.control import Control
 
-    def __init__(self, place: Place) -> None:
         assert place.segment is not None
         self.place = place
         self._segment = Segment(place.segment)
+        self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._segment.mark(place.rank, LIVE)
+        self._tables: list[Table] = []
+        self._count = count
+        self._door = Door.of(place)
+        self._control = Control(
+            self._door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
+        )
+        self._control.start()
+
+    @property
+    def is_over(self) -> bool:
+        """The host has ended the run."""
+        return self._control.is_over
+
+    @property
+    def stop(self) -> str:
+        """Why this worker should stop, once the controller has said so."""
+        return self._control.stop
 
     def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
@@ -74,6 +111,23 @@ class Near:
         """The lock that the workers of this machine share."""
         return ByteLocks(self._segment.path / "node")
 
+    def lender(self, number: int, terms: Terms) -> "Lender":
+        """The leases of this worker's sampler `number`, straight from the table."""
+        table = Table.open(self._segment, number, terms)
+        self._tables.append(table)
+        return _Local(table, self._holder)
+
+    def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any:
+        """The controller's answer."""
+        return self._questions.ask(request, info, timeout_s=timeout_s)
+
+    @functools.cached_property
+    def _questions(self) -> "Questions":
+        from maniple.worker.questions import Questions
+
+        who = (self._holder.rank, self._holder.incarnation)
+        return Questions(self._door, who=lambda: who, count=self._count)
+
     def absence(self) -> None:
         """The host's memory is never away."""
 
@@ -81,5 +135,20 @@ class Near:
         """Say goodbye."""
         self._segment.mark(self.place.rank, LEFT)
         self.events.write("leave", **row)
+        self._control.leave(patience_s=1.0 if self._control.joined else 0.0)
+        for table in self._tables:
+            table.close()
         self._segment.close()
         self.events.close()
+
+
+class _Local:
+    """A table of leases as one worker sees it."""
+
+    def __init__(self, table: Table, holder: Holder) -> None:
+        self._take = functools.partial(table.take, holder)
+        self.terms = table.terms
+
+    def take(self, epoch: int, **news: Any) -> Lease | Verdict:
+        """The next lease."""
+        return self._take(epoch, **news)

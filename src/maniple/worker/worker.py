@@ -1,32 +1,32 @@
 """Joining a run: what a script sees of the other workers."""
 
-import atexit
-import math
 import os
-import signal
 import sys
+import traceback
 from collections.abc import Generator, Sequence, Sized
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from maniple.adapters import adapt
-from maniple.errors import Conflict, InvalidArgument, ManipleError
-from maniple.feed import waits
+from maniple.errors import InvalidArgument, ManipleError
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
-from maniple.pace import Every, Pace, parse_pace
+from maniple.pace import Pace
 from maniple.place import Place, find
 from maniple.record import Events
-from maniple.rules import EASGD, Rule, parse_rule
-from maniple.sampler import Sampler
+from maniple.rules import Rule
+from maniple.sampler import Sampler, Shard
+from maniple.worker.alone import Alone
+from maniple.worker.asked import settle
+from maniple.worker.ending import watch_the_end
+from maniple.worker.logged import plain
 from maniple.worker.replica import Replica
+from maniple.worker.samples import Samples
 from maniple.worker.seat import take_seat
 from maniple.worker.stop import StopAfter
-
-T = TypeVar("T")
 
 _joined: "Worker | None" = None
 
@@ -56,7 +56,10 @@ class Worker:
     """
 
     def __init__(self, place: Place) -> None:
-        self._seat = take_seat(place)
+        self._replicas: list[Replica] = []
+        self._samples = Samples()
+        self._alone = Alone(place.limits, self._count)
+        self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
         if self._seat is not None:
             place = self._seat.place
@@ -70,20 +73,11 @@ class Worker:
         self._has_failed = False
         self._exit_code: int | None = None
         self._stop: StopAfter | None = None
-        self._replicas: list[Replica] = []
-        self._samplers: list[Sampler] = []
-        self._feeds = Feeds(place, lambda: self.should_stop)
+        self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if self._seat is not None:
-            waits.report_to(self._events)
-            self._events.write(
-                "join",
-                rank=self.rank,
-                world=self.world,
-                node=self.node,
-                pid=self._pid,
-                restarts=place.restarts,
-            )
-            self._watch_the_end()
+            who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
+            self._events.write("join", **who, restarts=place.restarts)
+            watch_the_end(at_exit=self._leave_at_exit, on_error=self._fail, on_sigterm=self._end)
 
     @property
     def device(self) -> str:
@@ -97,8 +91,8 @@ class Worker:
 
     @property
     def should_stop(self) -> bool:
-        """It is time for this worker to end its loop."""
-        return (self._stop is not None and self._stop.is_due) or self.is_over
+        """It is time for this worker to end its loop: the controller says so, or its own limits."""
+        return self._is_told_to_stop() or self._samples.are_finished
 
     @property
     def is_over(self) -> bool:
@@ -136,17 +130,8 @@ class Worker:
                 some contributions may be lost.
             stop: when this worker should end by itself.
         """
-        if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
+        rule, pace, wire = settle(self._place, rule, pace, wire)
         self._stop = self._stop if stop is None else stop
-        asked = self._place
-        rule = _settled("rule", rule, parse_rule(asked.rule) if asked.rule else None, EASGD())
-        pace = _settled("pace", pace, parse_pace(asked.pace) if asked.pace else None, Every(rule.every))
-        wire = _settled("wire", wire, asked.wire, "float32")
-        if wire != "float32":
-            from maniple.wire.codecs import codec
-
-            codec(wire)  # says which there are, before anything is shared
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
         if self._seat is not None:
@@ -169,18 +154,41 @@ class Worker:
         self._replicas.append(replica)
         return replica
 
-    def sampler(self, data: Sized, *, shuffle: bool = True) -> Sampler:
-        """This worker's share of `data`, for a DataLoader's `sampler` argument or to iterate over."""
-        sampler = Sampler(
-            data,
-            rank=self.rank,
-            world=self.world,
-            seed=self._place.seed,
+    def sampler(
+        self, data: Sized | int, *, static: bool = False, shuffle: bool = True, chunk: int | None = None
+    ) -> "Sampler | Shard":
+        """The samples of `data` that this worker trains on, for a DataLoader's `sampler` argument or to iterate over.
+
+        Workers take the next chunk of an epoch whenever they have trained on one: each sample once per epoch over all
+        workers, however fast they are, and at least once if one dies. `.batches(size)` gives arrays of indices.
+
+        Args:
+            data: the data set, or how many samples there are; the same for all workers.
+            static: instead a fixed share for each worker, equal in size and the same in each run.
+            shuffle: a new order in each epoch, the same for all workers.
+            chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
+        """
+        return self._samples.sampler(
+            data if isinstance(data, int) else len(data),
+            seat=self._seat,
+            place=self._place,
+            static=static,
             shuffle=shuffle,
-            should_stop=lambda: self.should_stop,
+            chunk=chunk,
+            should_stop=self._is_told_to_stop,
         )
-        self._samplers.append(sampler)
-        return sampler
+
+    def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
+        """Ask the controller, and get its answer: anything that JSON knows.
+
+        An exception in the controller's handler is raised here as HandlerFailed, with its traceback; WaitedTooLong if
+        no answer comes within `timeout_s`. A worker alone is answered by the default controller.
+        """
+        if request.startswith("maniple-"):
+            raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+        if self._seat is not None:
+            return self._seat.ask(request, info, timeout_s=timeout_s)
+        return self._alone.ask(request, info)
 
     def feed(self, name: str = DEFAULT) -> Batches:
         """The batches that producers push to feed `name`, to iterate over; each goes to exactly one worker."""
@@ -190,7 +198,7 @@ class Worker:
         """Write one timestamped row of numbers or words; `loss` is also shown live."""
         if self._seat is not None:
             step = self._replicas[0].steps if self._replicas else 0
-            self._events.write("log", **{"step": step} | {name: _plain(value) for name, value in values.items()})
+            self._events.write("log", **{"step": step} | {name: plain(value) for name, value in values.items()})
 
     @contextmanager
     def lock(self, timeout_s: float = 60.0) -> Generator[None]:
@@ -213,6 +221,8 @@ class Worker:
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
+            if not self._has_failed:
+                self._samples.finish()
         finally:
             self._feeds.close()
             if self._seat is not None:
@@ -229,30 +239,36 @@ class Worker:
 
     def samples_taken(self) -> int:
         """The samples that this worker's samplers have handed out."""
-        return sum(sampler.taken for sampler in self._samplers)
+        return self._samples.taken
 
-    def _watch_the_end(self) -> None:
-        atexit.register(self._leave_at_exit)
-        before = sys.excepthook
+    def stepped(self, replica: Replica) -> None:
+        """A replica has made a training step; of several models that are trained together, the first counts."""
+        if self._replicas and replica is self._replicas[0]:
+            self._samples.stepped()
 
-        def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            import traceback
+    def settled(self, replica: Replica) -> None:
+        """The center has all that a replica has learned."""
+        if self._replicas and replica is self._replicas[0]:
+            self._samples.settled()
 
-            self._has_failed = True
-            self._events.write(
-                "failed",
-                error=f"{kind.__name__}: {error}",
-                exit_code=error.exit_code if isinstance(error, ManipleError) else 1,
-                traceback="".join(traceback.format_exception(kind, error, trace)),
-            )
-            before(kind, error, trace)
+    def _is_told_to_stop(self) -> bool:
+        is_due = self._stop is not None and self._stop.is_due
+        return is_due or self.is_over or bool((self._seat or self._alone).stop)
 
-        sys.excepthook = note
-        try:
-            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._end)
-        except ValueError:  # joined outside the main thread: signals stay as they are
-            pass
+    def _count(self) -> tuple[int, int, bool]:
+        """The steps and samples of this worker so far, and whether its samples have come to their end."""
+        replica = self._replicas[0] if self._replicas else None
+        steps, samples = (0, self.samples_taken()) if replica is None else (replica.steps, replica.total_samples)
+        return steps, samples, self._samples.are_finished
+
+    def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._has_failed = True
+        self._events.write(
+            "failed",
+            error=f"{kind.__name__}: {error}",
+            exit_code=error.exit_code if isinstance(error, ManipleError) else 1,
+            traceback="".join(traceback.format_exception(kind, error, trace)),
+        )
 
     def _leave_at_exit(self) -> None:
         """The script has ended; if the last exchange fails, the process must not end as if all were well."""
@@ -275,25 +291,3 @@ class Worker:
         """Follow a SIGTERM that came, if one did: at once, or after the exchange that it fell into."""
         if self._exit_code is not None and not self.has_left:
             raise SystemExit(self._exit_code)
-
-
-def _settled(what: str, script: T | None, command_line: T | None, default: T) -> T:
-    """The one that was given, by the script or the command line; both and different is an error."""
-    if script is not None and command_line is not None and script != command_line:
-        raise Conflict(
-            f"the script asks for the {what} {script!r}, the command line for {command_line!r}. "
-            f"Leave one of them out: `{what}=` in share(), or the option of the command."
-        )
-    if script is not None:
-        return script
-    return default if command_line is None else command_line
-
-
-def _plain(value: Any) -> Any:
-    """A number or word of what was logged: torch and NumPy scalars by their `item`, "nan" and "inf" as words."""
-    item = getattr(value, "item", None)
-    try:
-        value = value if item is None else item()
-    except (ValueError, RuntimeError):  # more than one element
-        return value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no such number

@@ -1,14 +1,12 @@
-"""The host's door: where it listens, the token that opens, and the process that serves, started again when it dies.
+"""The gate: where a host listens, and the token that opens. Who holds it keeps the sockets while the server changes.
 
-The launcher holds the listening sockets, so that a worker that comes while the server is being started again
-waits in their queue. Address and token are written to the run folder, from which a successor takes them.
+A worker that comes while the server is being started again waits in the sockets' queue. Address and token of a host
+that listens to other machines are written to the run folder, from which a successor takes them. A host that does not
+listen to others has a socket in its segment, for the workers of this machine.
 """
 
 import os
-import signal
 import socket
-import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,14 @@ from typing import Any
 import msgspec
 
 from maniple.errors import InvalidArgument
-from maniple.host import Host
-from maniple.launch.child import Child
-from maniple.place import Place, environment
+from maniple.host.host import Host
+from maniple.place import Place
 from maniple.record import Folder
 from maniple.record.folder import write_json
 from maniple.wire.address import Address
 from maniple.wire.proof import fresh_token
 from maniple.wire.tls import host_context, make_certificate
 
-_LONGEST_PAUSE_S = 2.0
 _MAX_PATH = 100  # of a socket file, by the kernel's own limit of 107
 
 
@@ -49,76 +45,68 @@ class Listen:
             raise InvalidArgument("--certificate and --key belong together, and one is missing. Give both, or none.")
 
 
-class Door(Child):
-    """The listening sockets and the server process of one host."""
+class Gate:
+    """The listening sockets of one host.
 
-    def __init__(self, host: Host, listen: Listen, place: Place) -> None:
-        super().__init__()
-        self._host, self._listen = host, listen
-        known = _known(host.folder)
-        address = listen.address
-        if address.port == 0 and known:  # a successor is found where its predecessor was
-            address = Address(known["host"] if address == Address() else address.host, known["port"])
-        try:
-            self._sockets = [address.listen()]
-        except OSError as error:
-            raise InvalidArgument(
-                f"cannot listen on {address}: {error.strerror or error}. Choose another address or port with --listen."
-            ) from None
-        self.address = Address(address.host, self._sockets[0].getsockname()[1])
-        path = host.folder.path / "host.sock"
-        self.unix: Address | None = None
-        if len(str(path)) <= _MAX_PATH:
-            path.unlink(missing_ok=True)
-            self.unix = Address(path=str(path))
-            self._sockets.append(self.unix.listen())
-        self.place = place.told(
-            address=str(self.unix or self.address), token=_token(host.folder), **_certificate(host.folder, listen)
-        )
-        self._describe()
-        self._starts = 0
-        self._due = time.monotonic()
-        self._started = 0.0
+    Attributes:
+        address: for other machines; None if they cannot reach it.
+        unix: the socket of this machine, if its path is not too long.
+        sockets: the listening sockets.
+        place: `place`, with what workers and the server need to find each other.
+    """
+
+    def __init__(self, host: Host, listen: Listen | None, place: Place) -> None:
+        self._host = host
+        self.address: Address | None = None
+        self.sockets: list[socket.socket] = []
+        self.unix = self._open_unix(host.folder.path if listen else host.segment.path)
+        if listen is not None:
+            self.address = self._open_tcp(listen.address, _known(host.folder))
+            self.place = place.told(
+                address=str(self.unix or self.address), token=_token(host.folder), **_certificate(host.folder, listen)
+            )
+            self._describe()
+        else:
+            here = self.unix or self._open_tcp(Address(), {})
+            self.place = place.told(address=str(here), token=fresh_token())
 
     @property
     def public(self) -> Address:
         """The address by which other machines find it."""
+        assert self.address is not None
         host = socket.gethostname() if self.address.host in {"0.0.0.0", "::"} else self.address.host
         return Address(host, self.address.port)
 
-    @property
-    def is_due(self) -> bool:
-        """It should be started now."""
-        return not self.is_running and time.monotonic() >= self._due
-
-    def start(self) -> None:
-        """Start the server, for the first time or again."""
-        numbers = [one.fileno() for one in self._sockets]
-        command = [sys.executable, "-m", "maniple.host.server", *map(str, numbers)]
-        env = environment(self.place)
-        pid = self.spawn(command, env=env, log=self._host.folder.log("server"), descriptors=numbers)
-        self._starts += 1
-        self._started = time.monotonic()
-        self._host.events.write("server", pid=pid, start=self._starts)
-
-    def restart(self) -> None:
-        """Plan another start: at once, or after a pause if it does not live long."""
-        lived_s = time.monotonic() - self._started
-        self._due = time.monotonic() + (0.0 if lived_s > 1 else _LONGEST_PAUSE_S if lived_s < 0.2 else 0.2)
-
-    def shut(self, timeout_s: float) -> None:
-        """Let the server tell the workers that the run has ended; then end it."""
-        if self.is_running:
-            self.signal(signal.SIGTERM)
-            if not self.has_ended(timeout_s):
-                self.signal(signal.SIGKILL)
-            self.collect()
-        for one in self._sockets:
+    def close(self) -> None:
+        """Listen no more."""
+        for one in self.sockets:
             one.close()
         if self.unix is not None:
             Path(str(self.unix.path)).unlink(missing_ok=True)
 
+    def _open_unix(self, folder: Path) -> Address | None:
+        path = folder / "host.sock"
+        if len(str(path)) > _MAX_PATH:
+            return None
+        path.unlink(missing_ok=True)
+        address = Address(path=str(path))
+        self.sockets.append(address.listen())
+        return address
+
+    def _open_tcp(self, address: Address, known: dict[str, Any]) -> Address:
+        if address.port == 0 and known:  # a successor is found where its predecessor was
+            address = Address(known["host"] if address == Address() else address.host, known["port"])
+        try:
+            self.sockets.append(address.listen())
+        except OSError as error:
+            self.close()
+            raise InvalidArgument(
+                f"cannot listen on {address}: {error.strerror or error}. Choose another address or port with --listen."
+            ) from None
+        return Address(address.host, self.sockets[-1].getsockname()[1])
+
     def _describe(self) -> None:
+        assert self.address is not None
         write_json(
             self._host.folder.path / "host.json",
             {

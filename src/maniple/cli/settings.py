@@ -1,0 +1,127 @@
+"""The options that `run` and `serve` have in common."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from maniple.host.host import KEEP
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S
+from maniple.rules import RULES
+from maniple.wire.codecs import CODECS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def settings(command: Command) -> Command:
+    """Give a command the common options."""
+    for option in reversed(
+        [
+            click.option(
+                "--rule",
+                metavar="RULE",
+                help=f"What an exchange does: {', '.join(RULES)}; with settings: easgd:alpha=0.5.",
+            ),
+            click.option("--every", type=int, metavar="STEPS", help="Exchange every so many steps."),
+            click.option(
+                "--maximum-rate",
+                type=float,
+                metavar="SHARE",
+                help="Spend at most this share of wall time in exchanges.",
+            ),
+            click.option(
+                "--wire",
+                type=click.Choice(list(CODECS)),
+                help="How values travel to workers elsewhere. Default: float32, as they are.",
+            ),
+            click.option("--name", help="The run's name. Default: script and time."),
+            click.option(
+                "--runs",
+                type=click.Path(path_type=Path),
+                default=Path("runs"),
+                show_default=True,
+                help="Where run folders are made.",
+            ),
+            click.option(
+                "--seed",
+                type=int,
+                default=DEFAULT_SEED,
+                show_default=True,
+                help="The run's seed; each worker's own derives from it.",
+            ),
+            click.option(
+                "--resume",
+                type=click.Path(path_type=Path),
+                metavar="RUN",
+                help="Go on with a run whose host has ended or was killed, in its own folder.",
+            ),
+            click.option(
+                "--snapshot",
+                metavar="NUMBER|best",
+                help="With --resume: from this snapshot, or the best one validated, not from the newest.",
+            ),
+            click.option(
+                "--snapshot-every",
+                "snapshot_every_s",
+                type=float,
+                default=300.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Save the center so often while training goes on; 0: only at the end.",
+            ),
+            click.option(
+                "--keep", type=int, default=KEEP, show_default=True, metavar="K", help="Keep the newest K snapshots."
+            ),
+            click.option(
+                "--host-deadline",
+                "host_deadline_s",
+                type=float,
+                default=HOST_DEADLINE_S,
+                show_default=True,
+                metavar="SECONDS",
+                help="A worker elsewhere trains on for so long without its host, then saves its replica and fails.",
+            ),
+            click.option(
+                "--controller",
+                metavar="FILE.py:CLASS",
+                help="A controller of one's own, derived from maniple.Controller.",
+            ),
+            click.option(
+                "--controller-arg",
+                "controller_args",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="An argument of the controller's class; may be given several times.",
+            ),
+            click.option(
+                "--max-batches", type=int, default=0, metavar="N", help="Stop after N batches of all workers together."
+            ),
+            click.option(
+                "--max-epochs", type=int, default=0, metavar="N", help="Stop after N epochs of worker.sampler."
+            ),
+            click.option(
+                "--total-duration", type=float, default=0.0, metavar="SECONDS", help="Stop after so many seconds."
+            ),
+            click.option(
+                "--validate-every",
+                type=int,
+                default=0,
+                metavar="N",
+                help='Answer "validate" to one worker after every N batches of all together.',
+            ),
+            click.option(
+                "--patience",
+                type=int,
+                default=0,
+                metavar="K",
+                help="Stop when K validations in a row were no better than the best.",
+            ),
+            click.option("--tls", is_flag=True, help="Encrypt connections, with a certificate made for the run."),
+            click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
+            click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
+            click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        ]
+    ):
+        command = option(command)
+    return command

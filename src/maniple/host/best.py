@@ -1,0 +1,44 @@
+"""The best center so far, as a snapshot of its own.
+
+center/candidate             the center as it was when the last validation began
+center/best -> best-000003   the one whose validation was the best
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from maniple.record.folder import point
+
+_CANDIDATE = "candidate"
+
+
+class Best:
+    """Keeps the best of the centers that were validated. `write` writes a snapshot of this name to the folder."""
+
+    def __init__(self, folder: Path, write: Callable[[str], Path | None]) -> None:
+        self._folder, self._write = folder, write
+        for path in folder.glob(f".{_CANDIDATE}.*"):  # of a server that was killed while writing it
+            shutil.rmtree(path, ignore_errors=True)
+
+    def keep_candidate(self) -> None:
+        """Keep the center as it is now."""
+        self._write(_CANDIDATE)
+
+    def discard_candidate(self) -> None:
+        """The candidate was not the best."""
+        shutil.rmtree(self._folder / _CANDIDATE, ignore_errors=True)
+
+    def keep(self) -> Path | None:
+        """The candidate is the best so far; without one, the center as it is now."""
+        candidate = self._folder / _CANDIDATE
+        if not candidate.exists() and self._write(_CANDIDATE) is None:
+            return None
+        before = sorted(path for path in self._folder.glob("best-*") if path.name[5:].isdigit())
+        number = int(before[-1].name[5:]) + 1 if before else 1
+        path = self._folder / f"best-{number:06d}"
+        candidate.rename(path)
+        point(self._folder / "best", path.name)
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
+        return path

@@ -1,0 +1,197 @@
+"""The desk: where a worker's question reaches the controller, and the answer is written down before it is given.
+
+What the controller knows, and its last answer to each worker, lie in the segment's file `controller`. If the server
+is killed before that was written, the question was not heard and is asked again; if after it, the same answer is
+given again, and the controller does not hear the question twice.
+"""
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from maniple.center.segment import Segment
+from maniple.decisions import Decisions, Holder, Known
+from maniple.errors import HandlerFailed, ManipleError, WaitedTooLong, raise_remote
+from maniple.host.best import Best
+from maniple.place import Limits
+from maniple.record import Events
+from maniple.sampler.remote import Tables
+from maniple.sampler.table import Holder as Tenant
+from maniple.wire.messages import Request
+
+_FILE = "controller"
+_RESERVED = "maniple-"
+_KEEP_EVERY_S = 1.0  # the workers' counts, which they tell again
+_BEAT_COST_S = 0.001  # so that a crowd near its limit does not keep the host from its work
+
+T = TypeVar("T")
+
+
+class Controls(Protocol):
+    """What the desk asks of a controller."""
+
+    state: dict[str, Any]
+    decisions: Decisions
+    asking: Holder
+    is_finished: bool
+
+    def handle_control(self, request: str, worker: int, info: Mapping[str, Any]) -> Any: ...
+
+
+class Minutes(msgspec.Struct):
+    """What is written down."""
+
+    state: dict[str, Any] = {}
+    known: Known = msgspec.field(default_factory=Known)
+    answered: dict[
+        str, tuple[int, str, msgspec.Raw]
+    ] = {}  # by worker: its last question, the kind of error, the answer
+
+    @classmethod
+    def read(cls, segment: Path) -> "Minutes":
+        """What stands in the segment."""
+        path = segment / _FILE
+        return msgspec.json.decode(path.read_bytes(), type=cls) if path.exists() else cls()
+
+    def write(self, segment: Path) -> None:
+        """Write it down, whole or not at all."""
+        beside = segment / f".{_FILE}.{os.getpid()}"
+        beside.write_bytes(msgspec.json.encode(self))
+        beside.replace(segment / _FILE)
+
+
+class Desk:
+    """The questions of all workers of one host, one at a time."""
+
+    def __init__(self, controller: Controls, segment: Segment, events: Events, limits: Limits, best: Best) -> None:
+        self._controller, self._segment, self._events, self._best = controller, segment, events, best
+        self._lock = threading.Lock()  # held while the controller answers
+        self._beats: dict[Holder, tuple[int, int]] = {}  # told while it was busy
+        self._tables = Tables(segment)
+        self._minutes = Minutes.read(segment.path)
+        self._outlook = (1.0, self._minutes.known.reason)  # when to hear of a worker again, and why it should stop
+        self._kept = 0.0
+        controller.state |= self._minutes.state
+        controller.decisions = Decisions(limits, self._minutes.known)
+        controller.decisions.is_alive = lambda who: segment.is_live(*who)
+        controller.decisions.powers = self
+
+    @property
+    def live(self) -> int:
+        """The workers alive now."""
+        return self._segment.live
+
+    def keep_candidate(self) -> None:
+        """Keep the center as it is now, for the case that it turns out to be the best."""
+        self._trying(self._best.keep_candidate)
+
+    def discard_candidate(self) -> None:
+        """It was not the best."""
+        self._best.discard_candidate()
+
+    def keep_best(self) -> None:
+        """What was validated last is the best so far."""
+        if (path := self._trying(self._best.keep)) is not None:
+            self._events.write("best", loss=self._controller.decisions.known.best, name=path.name)
+
+    def beat(self, who: Holder, steps: int, samples: int) -> tuple[float, str]:
+        """A worker tells how far it is; gives when to hear of it again, and why it should stop.
+
+        A beat never waits for a question that is being answered.
+        """
+        self._beats[who] = (steps, samples)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look(time.time())
+            finally:
+                self._lock.release()
+        return self._outlook
+
+    def answer(self, worker: str, question: Request, info: Any) -> bytes:
+        """The answer to a question, as JSON."""
+        who = (question.rank, question.incarnation)
+        if question.request.startswith(_RESERVED):
+            return msgspec.json.encode(self._tables.grant(question.request, info, Tenant(*who)))
+        with self._lock:
+            number, kind, answer = self._minutes.answered.get(worker, (0, "", msgspec.Raw()))
+            if question.sequence < number:
+                raise WaitedTooLong(
+                    f"{question.request!r} was given up by its worker, which has asked on. Ask it again."
+                )
+            if question.sequence > number:
+                controller, now = self._controller, time.time()
+                self._beats[who] = (question.steps, question.samples)
+                self._look(now)
+                controller.asking, controller.is_finished = who, question.is_finished
+                kind, answer = self._handled(question, info)
+                self._minutes.answered[worker] = (question.sequence, kind, answer)
+                self._look(now)
+                self._keep(now)
+        if kind:
+            raise_remote(kind, msgspec.json.decode(answer))
+        return bytes(answer)
+
+    def forget(self, worker: str) -> None:
+        """A worker has left, and will not ask again. Like a beat, its goodbye does not wait for the controller."""
+        self._minutes.answered.pop(worker, None)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._keep(time.time())
+            finally:
+                self._lock.release()
+
+    def _handled(self, question: Request, info: Any) -> tuple[str, msgspec.Raw]:
+        """The controller's answer, or the kind and the text of its error: that too is heard and written once."""
+        try:
+            answer = self._controller.handle_control(question.request, question.rank, info)
+            self._check_state()
+            return "", msgspec.Raw(msgspec.json.encode(answer))
+        except ManipleError as error:
+            return type(error).__name__, msgspec.Raw(msgspec.json.encode(str(error)))
+        except (Exception, SystemExit) as error:
+            self._events.write("handler failed", worker=question.rank, request=question.request, error=repr(error))
+            text = (
+                f"the controller failed over {question.request!r} of worker {question.rank}. The run goes on. On its "
+                f"side:\n{traceback.format_exc()}"
+            )
+            return HandlerFailed.__name__, msgspec.Raw(msgspec.json.encode(text))
+
+    def _check_state(self) -> None:
+        """A state that cannot be written down gives way to the last that was."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(self._controller.state), type=dict[str, Any])
+        except Exception:
+            self._controller.state = Minutes.read(self._segment.path).state
+            raise
+
+    def _look(self, now: float) -> None:
+        """Take in what was told, and see whether a limit is reached."""
+        decisions = self._controller.decisions
+        while self._beats:
+            who, (steps, samples) = self._beats.popitem()
+            decisions.count(who, steps, samples)
+        reason = decisions.mind_limits(now)
+        if reason and not self._outlook[1]:
+            self._events.write("stop", reason=reason)
+        self._outlook = max(decisions.within_s(now), _BEAT_COST_S * self.live), reason
+        if now - self._kept > _KEEP_EVERY_S:
+            self._keep(now)
+
+    def _trying(self, act: Callable[[], T]) -> T | None:
+        """A full disk, or a worker that is stopped while it holds a parameter, must not end the run."""
+        try:
+            return act()
+        except (OSError, ManipleError) as error:
+            self._events.write("unsaved", error=str(error))
+            return None
+
+    def _keep(self, now: float) -> None:
+        self._minutes.state = self._controller.state
+        self._kept = now
+        self._trying(lambda: self._minutes.write(self._segment.path))

@@ -1,0 +1,146 @@
+"""Leases for workers elsewhere: what such a worker asks for, and how its host grants it."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import msgspec
+
+from maniple.center.segment import Segment
+from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
+from maniple.sampler.table import MOST_LEASES, Holder, Lease, Table, Terms, Verdict
+
+TERMS, LEASE = "maniple-terms", "maniple-lease"  # the two questions
+_MOST_SAMPLERS = 1 << 16
+
+_OPEN_S = 60.0
+_LEASE_S = 5.0  # for so long a worker waits for its next samples; then it trains on without a lease
+
+
+class Ask(Protocol):
+    """A question to the host."""
+
+    def __call__(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any: ...
+
+
+class Wish(msgspec.Struct, omit_defaults=True):
+    """What a worker asks of its host; `Table.take` tells the meaning."""
+
+    sampler: int
+    terms: Terms
+    epoch: int = -1
+    held: list[int] = []
+    drawn: list[int] = []
+    done: list[int] = []
+    back: list[int] = []
+
+
+class Tables:
+    """All tables of a run, as its host opens them for workers elsewhere."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._tables: dict[int, Table] = {}
+        self._lock = threading.Lock()  # a table excludes other processes; this one's threads are for us to exclude
+
+    def grant(self, question: str, info: Any, holder: Holder) -> Any:
+        """The answer to one of the two questions."""
+        try:
+            wish = msgspec.convert(info, Wish)
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(f"{question!r} came with {error}. Worker and host must have one version.") from None
+        slots = {*wish.held, *wish.drawn, *wish.done, *wish.back}
+        is_sound = (
+            0 <= wish.sampler < _MOST_SAMPLERS and wish.epoch < 1 << 30 and min(wish.terms.count, wish.terms.chunk) > 0
+        )
+        if not is_sound or not all(0 <= slot < MOST_LEASES for slot in slots):
+            raise InvalidArgument(f"{question!r} came with numbers that no sampler has: {info}.")
+        with self._lock:
+            table = self._opened(wish)
+            if question == TERMS:
+                return msgspec.to_builtins(table.terms)
+            answer = table.take(holder, wish.epoch, held=wish.held, drawn=wish.drawn, done=wish.done, back=wish.back)
+            return msgspec.to_builtins(answer)
+
+    def _opened(self, wish: Wish) -> Table:
+        table = self._tables.get(wish.sampler)
+        if table is None:
+            table = self._tables[wish.sampler] = Table.open(self._segment, wish.sampler, wish.terms)
+        table.compare(wish.sampler, wish.terms)
+        return table
+
+
+class Borrower:
+    """The lender of a worker elsewhere. The next lease is asked for while the one before is trained on."""
+
+    def __init__(self, ask: Ask, number: int, terms: Terms, *, on_away: Callable[[], None]) -> None:
+        self._ask, self._number, self._on_away = ask, number, on_away
+        self.terms = terms
+        self.terms = msgspec.convert(ask(TERMS, self._wish(), timeout_s=_OPEN_S), Terms)
+        self._chunks = -(-self.terms.count // self.terms.chunk)
+        self._held: set[int] = set()
+        self._news: dict[str, list[int]] = {"drawn": [], "done": [], "back": []}  # that the host has not heard yet
+        self._lock = threading.Lock()  # over these two
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="maniple-leases")
+        self._ahead: tuple[int, Future[Lease | Verdict]] | None = None
+        self._is_away = False
+
+    def take(
+        self,
+        epoch: int,
+        *,
+        drawn: Sequence[int] = (),
+        done: Sequence[int] = (),
+        back: Sequence[int] = (),
+    ) -> Lease | Verdict:
+        """The next lease. While the host is away, training goes on with chunks that nobody has lent."""
+        answer: Lease | Verdict = Verdict.END
+        if self._ahead is not None:
+            if self._is_away and epoch == self._ahead[0] and not self._ahead[1].done():
+                self._note(drawn=drawn, done=done, back=back)
+                return self._unlent(epoch)  # training does not wait for each new try
+            (asked, future), self._ahead = self._ahead, None
+            answer = future.result()
+            if isinstance(answer, Lease) and asked != epoch:  # the pass was left early
+                back, answer = [*back, answer.slot], Verdict.END
+        self._note(drawn=drawn, done=done, back=back)
+        if not isinstance(answer, Lease):
+            answer = self._fetch(epoch)  # by this thread: when a script has ended, no other can be started
+        if isinstance(answer, Lease) and epoch >= 0:
+            self._ahead = epoch, self._thread.submit(self._fetch, epoch)
+        return answer
+
+    def _note(self, **news: Sequence[int]) -> None:
+        """Keep news for the next question. Chunks that nobody has lent have no slot."""
+        with self._lock:
+            for name, slots in news.items():
+                self._news[name] += [slot for slot in slots if slot >= 0]
+            self._held.difference_update(self._news["done"], self._news["back"])
+
+    def _fetch(self, epoch: int) -> Lease | Verdict:
+        with self._lock:
+            news, self._news = self._news, {name: [] for name in self._news}
+            wish = self._wish(epoch=epoch, held=sorted(self._held), **news)
+        try:
+            answer = self._ask(LEASE, wish, timeout_s=_LEASE_S)
+        except (HostAway, WaitedTooLong):
+            self._is_away = True
+            with self._lock:
+                self._news = {name: slots + self._news[name] for name, slots in news.items()}
+            self._on_away()  # raises, if that has gone on for too long
+            return Verdict.END if epoch < 0 else self._unlent(epoch)
+        self._is_away = False
+        if isinstance(answer, str):
+            return Verdict(answer)
+        lease = msgspec.convert(answer, Lease)
+        with self._lock:
+            self._held.add(lease.slot)
+        return lease
+
+    def _unlent(self, epoch: int) -> Lease:
+        return Lease(-1, epoch, random.randrange(self._chunks))
+
+    def _wish(self, **values: Any) -> dict[str, Any]:
+        return msgspec.to_builtins(Wish(self._number, self.terms, **values))

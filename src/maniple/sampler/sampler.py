@@ -1,0 +1,262 @@
+"""The sampler: which samples this worker trains on, for a DataLoader's `sampler` argument or a plain loop.
+
+All workers draw the same permutation of an epoch from the run's seed. A `Sampler` takes chunks of it as leases, so
+that a fast worker takes more, and what a dead one has left goes to another; a `Shard` takes a fixed share.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from maniple.errors import InvalidArgument
+from maniple.sampler.table import Lease, Terms, Verdict
+
+Indices = npt.NDArray[np.int64]
+
+_PIECE = 32  # samples between two looks at whether to stop
+_PATIENCE_S = 10.0  # at the end of a pass, at least, for those who are at their last samples
+_MOST_OPEN = 64  # leases kept open until the center has them; of more, the oldest counts as done
+
+
+class Lender(Protocol):
+    """Where a sampler gets its leases."""
+
+    @property
+    def terms(self) -> Terms: ...
+    def take(
+        self, epoch: int, *, drawn: list[int] = ..., done: list[int] = ..., back: list[int] = ...
+    ) -> Lease | Verdict: ...
+
+
+class Order:
+    """The samples of all epochs, in their order, and how many of them this worker has taken.
+
+    Attributes:
+        epoch: the passes begun.
+        is_finished: the passes that were asked for are made.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        seed: tuple[int, ...],
+        shuffle: bool = True,
+        max_epochs: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.epoch = 0
+        self.is_finished = False
+        self._max_epochs = max_epochs
+        self._count, self._seed, self._shuffle, self._should_stop = count, seed, shuffle, should_stop
+        self._given = 0
+        self._rest: Iterator[int] = iter(())  # of the piece being handed out
+        self._pending = 0  # taken from pieces and not handed out yet, by `batches`
+
+    @property
+    def taken(self) -> int:
+        """The samples handed out in all passes."""
+        return self._given - self._rest.__length_hint__() - self._pending  # type: ignore[attr-defined] # pyright: ignore
+
+    def __iter__(self) -> Iterator[int]:
+        for chunk in self._pass():
+            for start in range(0, len(chunk), _PIECE):
+                if self._should_stop():
+                    return
+                piece = chunk[start : start + _PIECE].tolist()
+                self._given += len(piece)
+                self._rest = iter(piece)
+                yield from self._rest
+
+    def batches(self, size: int, *, drop_last: bool = False) -> Iterator[Indices]:
+        """One pass as arrays of `size` indices, for frameworks without a loader of their own."""
+        if size < 1:
+            raise InvalidArgument(f"batches of {size} samples cannot be made. Give 1 or more.")
+        waiting: list[Indices] = []
+        for chunk in self._pass():
+            waiting.append(chunk)
+            self._given += len(chunk)
+            self._pending += len(chunk)
+            while self._pending >= size and not self._should_stop():
+                together = np.concatenate(waiting)
+                waiting = [together[size:]]
+                self._pending -= size
+                yield together[:size]
+            if self._should_stop():
+                break
+        rest, self._pending = self._pending, 0
+        if rest and (drop_last or self._should_stop()):
+            self._given -= rest
+        elif rest:
+            yield np.concatenate(waiting)
+
+    def permutation(self, epoch: int) -> Indices:
+        """The order of one epoch, the same for all workers."""
+        if not self._shuffle:
+            return np.arange(self._count)
+        return np.random.default_rng([*self._seed, epoch]).permutation(self._count)
+
+    def stepped(self) -> None:
+        """A training step was made."""
+
+    def settled(self) -> None:
+        """The center has all that was learned so far."""
+
+    def finish(self) -> None:
+        """No sample will be taken any more."""
+
+    def _pass(self) -> Iterator[Indices]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        self._given, self._rest, self._pending = self.taken, iter(()), 0  # the last pass may have been left early
+        if not self._max_epochs or epoch < self._max_epochs:
+            yield from self._chunks(epoch)
+            if self._should_stop():
+                return
+        self.is_finished = 0 < self._max_epochs <= self.epoch
+
+    def _chunks(self, epoch: int) -> Iterator[Indices]:
+        raise NotImplementedError
+
+
+class Shard(Order):
+    """A fixed share: worker r takes places r, r + world, r + 2 world ... of each epoch's order.
+
+    All workers take equally many: the last `count % world` samples of an epoch's order are left out, others in
+    each epoch. Two runs of the same seed take the same samples.
+    """
+
+    def __init__(self, count: int, *, rank: int, world: int, **rest: Any) -> None:
+        super().__init__(count, **rest)
+        if count < world:
+            raise InvalidArgument(
+                f"{count} samples cannot be shared by {world} workers: each needs at least one. "
+                "Use fewer workers or more data."
+            )
+        self._rank, self._world = rank, world
+
+    def __len__(self) -> int:
+        return self._count // self._world
+
+    def _chunks(self, epoch: int) -> Iterator[Indices]:
+        yield self.permutation(epoch)[self._rank : len(self) * self._world : self._world]
+
+
+class Sampler(Order):
+    """Leases: chunks of an epoch's order, taken by whoever asks.
+
+    Each sample is taken exactly once per epoch while nobody dies, and at least once otherwise. The k-th pass of every
+    worker is the k-th epoch of the run: for a worker that comes late, or again, the passes of epochs that are over
+    are empty. A pass ends when nobody has samples of it left to hand out.
+
+    A lease is done when the center has what was learned from it: loaders draw samples before they are trained on, so
+    the lead is counted in the first two steps of a pass and allowed for. Without a shared model it is done when the
+    next one is asked for.
+    """
+
+    def __init__(self, count: int, *, lender: Lender, world: int, **rest: Any) -> None:
+        super().__init__(count, **rest)
+        self._lender, self._world = lender, max(1, world)
+        self._open: deque[tuple[int, int]] = deque()  # leases handed on in whole: slot, and where they end in `taken`
+        self._held: int | None = None  # the one being handed on
+        self._lead = Lead()
+        self._is_training = False
+        self._settled = 0
+        self._chunk_s = 0.0  # the longest time that a chunk took
+
+    def __len__(self) -> int:
+        """About how many samples one pass brings this worker."""
+        return math.ceil(self._count / self._world)
+
+    def stepped(self) -> None:
+        self._is_training = True
+        self._lead.stepped(self.taken)
+
+    def settled(self) -> None:
+        self._settled = self._lead.trained
+
+    def finish(self) -> None:
+        """Give back what is done and what is not."""
+        if self._held is None:
+            self._lead.drained(self.taken)
+            self._settled = self._lead.trained
+        done = self._done()
+        back = [slot for slot, _ in self._open] + ([] if self._held is None else [self._held])
+        self._lender.take(-1, done=done, back=back)
+
+    def _chunks(self, epoch: int) -> Iterator[Indices]:
+        self._lead.drained(self.taken)  # a new pass begins when the loader has handed out the last one
+        back = [] if self._held is None else [self._held]
+        self._held, drawn = None, list[int]()
+        orders: dict[int, Indices] = {}
+        while not self._should_stop():
+            lease = self._await(epoch, drawn=drawn, back=back)
+            if lease is None:
+                return
+            if lease.epoch not in orders:
+                orders = {epoch: order for epoch, order in orders.items() if epoch >= lease.epoch - 1}
+                orders[lease.epoch] = self.permutation(lease.epoch)
+            self._held, back = lease.slot, []
+            start, begin = lease.chunk * self._lender.terms.chunk, time.monotonic()
+            yield orders[lease.epoch][start : start + self._lender.terms.chunk]
+            self._chunk_s = max(self._chunk_s, time.monotonic() - begin)
+            self._open.append((lease.slot, self._given))
+            self._held, drawn = None, [lease.slot]
+        self._lender.take(-1, drawn=drawn, done=self._done(), back=back)
+
+    def _await(self, epoch: int, *, drawn: list[int], back: list[int]) -> Lease | None:
+        """The next lease; None at the end of the pass, or if those who have the last samples take too long."""
+        pause_s, deadline = 0.001, time.monotonic() + max(_PATIENCE_S, 3 * self._chunk_s)
+        while True:
+            answer = self._lender.take(epoch, drawn=drawn, done=self._done(), back=back)
+            if isinstance(answer, Lease):
+                return answer
+            if answer is Verdict.END or self._should_stop() or time.monotonic() > deadline:
+                return None
+            time.sleep(pause_s)
+            pause_s, drawn, back = min(2 * pause_s, 0.05), [], []
+
+    def _done(self) -> list[int]:
+        until = self._settled if self._is_training else self._given - self._pending
+        done: list[int] = []
+        while self._open and (self._open[0][1] <= until or len(self._open) > _MOST_OPEN):
+            done.append(self._open.popleft()[0])
+        return done
+
+
+class Lead:
+    """How far a loader draws samples ahead of training, found by counting.
+
+    With taken(s) samples drawn at the end of step s, a loader that draws `a - 1` batches ahead has trained on
+    taken(s - a + 1) of them. `a` is the number of batches drawn before the first step of a pass has ended.
+    """
+
+    def __init__(self) -> None:
+        self.trained = 0
+        self._base = self._first = 0
+        self._steps = 0
+        self._taken: deque[int] = deque()
+
+    def drained(self, taken: int) -> None:
+        """All that was drawn is trained on, and a new pass begins."""
+        self.trained = self._base = taken
+        self._steps = 0
+        self._taken = deque()
+
+    def stepped(self, taken: int) -> None:
+        """A step has ended, and so many samples were drawn by now."""
+        self._steps += 1
+        if self._steps == 1:
+            self._first = taken
+        if self._taken.maxlen is None:
+            grown = taken - self._first
+            if grown <= 0:
+                return
+            self._taken = deque(maxlen=-(-(self._first - self._base) // grown) or 1)
+        self._taken.append(taken)
+        if len(self._taken) == self._taken.maxlen:
+            self.trained = max(self.trained, self._taken[0])

@@ -1,0 +1,36 @@
+"""What was asked for, by the script and by the command line: they agree, or one of them is silent."""
+
+from typing import TypeVar
+
+from maniple.errors import Conflict, InvalidArgument
+from maniple.pace import Every, Pace, parse_pace
+from maniple.place import Place
+from maniple.rules import EASGD, Rule, parse_rule
+
+T = TypeVar("T")
+
+
+def settle(place: Place, rule: Rule | None, pace: Pace | None, wire: str | None) -> tuple[Rule, Pace, str]:
+    """The rule, the pace and the wire of a model that is to be shared."""
+    if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
+    rule = _agreed("rule", rule, parse_rule(place.rule) if place.rule else None, EASGD())
+    pace = _agreed("pace", pace, parse_pace(place.pace) if place.pace else None, Every(rule.every))
+    wire = _agreed("wire", wire, place.wire, "float32")
+    if wire != "float32":
+        from maniple.wire.codecs import codec
+
+        codec(wire)  # says which there are, before anything is shared
+    return rule, pace, wire
+
+
+def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
+    """The one that was given, by the script or the command line; both and different is an error."""
+    if script is not None and command_line is not None and script != command_line:
+        raise Conflict(
+            f"the script asks for the {what} {script!r}, the command line for {command_line!r}. "
+            f"Leave one of them out: `{what}=` in share(), or the option of the command."
+        )
+    if script is not None:
+        return script
+    return default if command_line is None else command_line

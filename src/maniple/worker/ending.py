@@ -1,0 +1,28 @@
+"""The ways in which a worker's script may end."""
+
+import atexit
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+OnError = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+
+def watch_the_end(
+    *, at_exit: Callable[[], None], on_error: OnError, on_sigterm: Callable[[int, FrameType | None], None]
+) -> None:
+    """Call `at_exit` when the script ends, `on_error` before that if it fails, `on_sigterm` if it is told to."""
+    atexit.register(at_exit)
+    before = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        on_error(kind, error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = note
+    try:
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, on_sigterm)
+    except ValueError:  # joined outside the main thread: signals stay as they are
+        pass

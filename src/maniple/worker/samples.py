@@ -1,0 +1,80 @@
+"""The samples of one worker: all its samplers, what they have handed out, and when that is done."""
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from maniple.errors import InvalidArgument
+from maniple.place import Place
+from maniple.sampler import Order, Sampler, Shard, Terms, chunk_for
+from maniple.worker.seat import Seat
+
+Kind = TypeVar("Kind", bound=Order)
+
+
+class Samples:
+    """Makes samplers and tells them how training goes."""
+
+    def __init__(self) -> None:
+        self._samplers: list[Order] = []
+
+    def sampler(
+        self,
+        count: int,
+        *,
+        seat: Seat | None,
+        place: Place,
+        static: bool,
+        shuffle: bool,
+        chunk: int | None,
+        should_stop: Callable[[], bool],
+    ) -> Sampler | Shard:
+        """One more sampler. All workers make theirs in the same order; `--max-epochs` holds for the first."""
+        if count < 1 or (chunk is not None and chunk < 1):
+            raise InvalidArgument(f"{count} samples in chunks of {chunk} cannot be taken. Both must be 1 or more.")
+        number = len(self._samplers)
+        settings = {
+            "seed": (place.seed, number),
+            "shuffle": shuffle,
+            "max_epochs": 0 if number else place.limits.max_epochs,
+            "should_stop": should_stop,
+        }
+        sampler: Sampler | Shard
+        if static or seat is None:
+            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
+        else:
+            lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
+            sampler = _kind(Sampler)(count, lender=lender, world=place.world, **settings)
+        self._samplers.append(sampler)
+        return sampler
+
+    @property
+    def taken(self) -> int:
+        """The samples handed out by all samplers."""
+        return sum(sampler.taken for sampler in self._samplers)
+
+    @property
+    def are_finished(self) -> bool:
+        """The epochs that were asked for are made."""
+        return bool(self._samplers) and self._samplers[0].is_finished
+
+    def stepped(self) -> None:
+        """A training step was made."""
+        for sampler in self._samplers:
+            sampler.stepped()
+
+    def settled(self) -> None:
+        """The center has all that was learned so far."""
+        for sampler in self._samplers:
+            sampler.settled()
+
+    def finish(self) -> None:
+        """No sample will be taken any more."""
+        for sampler in self._samplers:
+            sampler.finish()
+
+
+def _kind(sampler: type[Kind]) -> type[Kind]:
+    """The class of a sampler; a torch Sampler too, where torch is in use, as some trainers ask for."""
+    torch = sys.modules.get("torch.utils.data")
+    return sampler if torch is None else cast(type[Kind], type(sampler.__name__, (sampler, torch.Sampler), {}))
