@@ -16,12 +16,14 @@ import socket
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from maniple.center import Segment
+from maniple.controller import Controller
 from maniple.feed.batch import Batch
 from maniple.feed.batches import Batches
 from maniple.feed.near import NearSink, NearSource
@@ -40,6 +42,8 @@ def fork(act: Callable[[], None]) -> int:
     if pid == 0:
         try:
             act()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     return pid
@@ -59,7 +63,7 @@ def drain(source: NearSource | RemoteSource) -> None:
 
 
 def serve(place: Place, listener: socket.socket) -> None:
-    Server(place, TOKEN, None).run([listener])
+    Server(place, TOKEN, None, Controller()).run([listener])
 
 
 class Contest:
