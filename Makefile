@@ -35,6 +35,7 @@ format: $(STAMP)  ## bring the code into shape
 bench: $(STAMP)  ## measure footprint, exchanges, speed-ups: tables, and JSON in benchmarks/results
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/feed.py
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/rate.py
 	$(BIN)/python benchmarks/speedup.py

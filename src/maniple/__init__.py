@@ -7,7 +7,8 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     launch                         starts workers and looks after them
     controller                     answers the workers' questions
     host | worker                  the owner of a run; a process that trains
-    client | sampler | decisions   named arrays at a host; which samples a worker takes; train, validate or stop
+    client | sampler | decisions | feed  named arrays at a host; which samples a worker takes; train, validate or stop;
+                                   batches that others make
     center                         the shared parameters
     rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
     record | layout | place        the run folder, places in the flat vector, who am I
@@ -26,6 +27,8 @@ from maniple.worker import Replica, StopAfter, Worker, join
 if TYPE_CHECKING:
     from maniple.client import Client
     from maniple.controller import Controller
+    from maniple.feed.prefetch import Prefetch
+    from maniple.feed.producer import Feed
 
 __version__ = "0.1.0"
 
@@ -36,7 +39,9 @@ __all__ = [
     "Controller",
     "Downpour",
     "Every",
+    "Feed",
     "ManipleError",
+    "Prefetch",
     "RateLimit",
     "Replica",
     "Rule",
@@ -46,7 +51,12 @@ __all__ = [
 ]
 
 
-_LATER = {"Client": "maniple.client", "Controller": "maniple.controller"}  # so that `import maniple` stays light
+_LATER = {  # so that `import maniple` stays light
+    "Client": "maniple.client",
+    "Controller": "maniple.controller",
+    "Feed": "maniple.feed.producer",
+    "Prefetch": "maniple.feed.prefetch",
+}
 
 
 def __getattr__(name: str) -> Any:

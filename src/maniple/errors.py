@@ -11,6 +11,7 @@
     ├── NotAdmitted                            1   the other side does not know the token, or is another run
     ├── BadFrame                               1   the other side does not speak this protocol
     ├── HandlerFailed                          1   the controller's own code failed over a question
+    ├── ProducerFailed                         1   a feed's producer ended with an error, or was killed
     └── WorkerFailed                           1   a worker ended with an error and may not be restarted
 
 A command that ends by one of them exits with the number beside it.
@@ -83,6 +84,12 @@ class HandlerFailed(ManipleError):
     exit_code = 1
 
 
+class ProducerFailed(ManipleError):
+    """A producer ended with an error, or was killed: batches are missing. The text has its traceback."""
+
+    exit_code = 1
+
+
 class WorkerFailed(ManipleError):
     """A worker ended with an error."""
 
@@ -93,6 +100,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         InvalidArgument,
+        Conflict,
         SharedMemoryFull,
         LayoutMismatch,
         Diverged,
@@ -100,6 +108,7 @@ KINDS = {
         NotAdmitted,
         BadFrame,
         HandlerFailed,
+        ProducerFailed,
     )
 }
 

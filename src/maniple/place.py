@@ -74,6 +74,14 @@ class Place:
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
+    producer: int = -1  # of a producer: which of its feed it is; -1: not told
+    producers: int = 1  # of how many
+    producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
+
+    @property
+    def is_near(self) -> bool:
+        """The run's shared memory is on this machine."""
+        return self.segment is not None and (self.address is None or self.segment.exists())
 
     @property
     def is_alone(self) -> bool:
@@ -109,6 +117,9 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
+        "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
+        "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
         "MANIPLE_CONTROLLER": place.controller,
         "MANIPLE_CONTROLLER_ARGS": json.dumps(place.controller_args) if place.controller_args else None,
     } | {f"MANIPLE_{name.upper()}": value or None for name, value in asdict(place.limits).items()}
@@ -144,6 +155,9 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         limits=_limits(env),
         controller=env.get("MANIPLE_CONTROLLER"),
         controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
+        producer=_number(env, "MANIPLE_PRODUCER", -1),
+        producers=_number(env, "MANIPLE_PRODUCERS", 1),
+        producer_number=_number(env, "MANIPLE_PRODUCER_NUMBER", -1),
     )
 
 

@@ -209,6 +209,34 @@ def test_a_matrix_is_inverted_by_two_workers(tmp_path):
     assert np.abs(A @ run.center["inverse"] - np.eye(30)).max() < 1e-9
 
 
+def test_pixels_are_summed_alone():
+    found = re.search(r"4000 batches, .* off by (\S+) at most", alone("pixel_sum.py"))
+    assert found and float(found[1]) < 0.05
+
+
+def test_pixels_are_summed_by_two_workers_with_a_feed(tmp_path):
+    example = str(EXAMPLES / "pixel_sum.py")
+    produce = ("--feed", f"{example} --produce --batches 3001")
+    run = Run(tmp_path, "x", [str(MANIPLE), "run", "-n", "2", "--name", "x", *produce, example], ONE_THREAD)
+    assert run.wait(TIMEOUT_S) == 0, run.output
+    assert run.events(0, "share")[0]["rule"] == "Nudge(share=0.4)"
+    assert np.abs(run.center["weights"] - 1).max() < 0.05
+    # On a busy machine one of them may come late and find little left; together they have taken all.
+    assert sum(row["batches"] for rank in (0, 1) for row in run.events(rank, "wait")) == 3001
+
+
+def test_the_scripts_of_the_feed_page_run_as_printed(tmp_path):
+    page = (EXAMPLES.parent / "docs" / "feed.md").read_text()
+    produce, train, prefetch = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "produce.py").write_text(produce)
+    (tmp_path / "train.py").write_text(train)
+    run = Run(tmp_path, "x", [str(MANIPLE), "run", "-n", "2", "--name", "x", "--feed", "produce.py", "train.py"], {})
+    assert run.wait(TIMEOUT_S) == 0, run.output
+    np.testing.assert_allclose(run.center["w"], 1, atol=0.1)
+    check = prefetch + "assert abs(w - 1).max() < 0.5\n"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=TIMEOUT_S)
+
+
 def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
     run = together(tmp_path, "matrix_inverse.py", "--size", "30", how=("--rule", "downpour", "--every", "2"))
     (shared,) = run.events(0, "share")

@@ -11,8 +11,8 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Client", "Controller", "Downpour", "EASGD", "Every", "ManipleError", "RateLimit", "Replica", "Rule",
-        "StopAfter", "Worker", "join",
+        "ASGD", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit",
+        "Replica", "Rule", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -41,7 +41,12 @@ def test_workers_and_replicas_offer_these_members():
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    assert public(maniple.Worker) >= {"ask", "device", "leave", "lock", "log", "sampler", "share", "should_stop"}
+    assert public(maniple.Feed) == {"close", "push"}
+    assert list(inspect.signature(maniple.Feed).parameters) == ["name", "high_water", "address"]
+    assert list(inspect.signature(maniple.Prefetch).parameters) == ["iterable", "ahead"]
+    assert public(maniple.Worker) >= {
+        "ask", "device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
+    }  # fmt: skip
     assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
 
 
@@ -59,7 +64,19 @@ SETTINGS = [
     [
         (
             "run",
-            [*SETTINGS, "--bind", "--devices", "--hosts", "--listen", "--no-bind", "--restarts", "--workers", "-n"],
+            [
+                *SETTINGS,
+                "--bind",
+                "--devices",
+                "--feed",
+                "--hosts",
+                "--listen",
+                "--no-bind",
+                "--producers",
+                "--restarts",
+                "--workers",
+                "-n",
+            ],
         ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
         ("join", ["--certificate", "--device", "--token-file"]),

@@ -28,6 +28,7 @@ def test_every_error_descends_from_the_public_root():
         (errors.NotAdmitted, 1),
         (errors.BadFrame, 1),
         (errors.HandlerFailed, 1),
+        (errors.ProducerFailed, 1),
         (errors.WorkerFailed, 1),
     ],
 )
@@ -47,6 +48,7 @@ def test_every_error_has_its_exit_code_tested():
         "LayoutMismatch",
         "ManipleError",
         "NotAdmitted",
+        "ProducerFailed",
         "SharedMemoryFull",
         "WaitedTooLong",
         "WorkerFailed",

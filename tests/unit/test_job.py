@@ -124,5 +124,27 @@ def test_what_was_asked_for_is_written_down():
         "validate_every": 0,
         "patience": 0,
         "snapshot_every": 300.0,
+        "feeds": [],
+        "producers": 1,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"feeds": ("nowhere.py",)}, "there is no script 'nowhere.py' for --feed"),
+        ({"feeds": ("",)}, "there is no script"),
+        ({"feeds": ("'",)}, "cannot be split into words"),
+        ({"feeds": (__file__,), "producers": 0}, "--producers 0: 1 to 256 copies"),
+    ],
+)
+def test_producers_that_cannot_be_started_are_refused_before_anything_starts(options, said):
+    with pytest.raises(InvalidArgument, match=said):
+        job(**options).check()
+
+
+def test_feed_script_has_arguments_in_the_same_quotes():
+    asked = job(feeds=(f"{__file__} --size 8 'two words'",))
+    asked.check()
+    assert asked.feed_command(0) == [__file__, "--size", "8", "two words"]

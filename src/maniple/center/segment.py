@@ -9,6 +9,8 @@
                            center-0  the parameters shared by the first `share()`, and so on
                            array-*   a named array
                            stage-*   what one remote worker has under way
+                           feed-*/   a queue of batches
+                           producers one byte per producer that the launcher has started: how it ended
                            server    locked by the host's network side
                            restored  if the center began again from a snapshot
 """

@@ -60,6 +60,14 @@ def cli() -> None:
 @click.option(
     "--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a port of choice with :0."
 )
+@click.option(
+    "--feed",
+    "feeds",
+    multiple=True,
+    metavar="SCRIPT",
+    help="Start a producer of batches for worker.feed(); with arguments in quotes: 'produce.py --size 8'. Repeatable.",
+)
+@click.option("--producers", type=int, default=1, show_default=True, metavar="K", help="Copies of each --feed script.")
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
 @settings
 @click.argument("script", type=click.Path(path_type=Path))
@@ -78,12 +86,13 @@ def run(**options: Any) -> None:
       maniple run -n 4 --resume runs/last train.py
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
       maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
+      maniple run -n 4 --feed produce.py --producers 2 train.py
       maniple run session.yaml                              script, arguments and options from a file
 
     Each option is also a key of session files, of ./.maniple.yaml and ~/.config/maniple.yaml (maximum_rate: 0.1),
     and a variable (MANIPLE_MAXIMUM_RATE=0.1). The command line counts most, then variables, then files in this order.
 
-    Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
+    Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
     sys.exit(run_local(_job(**options)))
 

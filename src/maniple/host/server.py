@@ -19,6 +19,7 @@ from maniple.center.shared import Shared
 from maniple.center.stage import finish_all
 from maniple.center.turns import Left, Turns
 from maniple.errors import BadFrame, ManipleError
+from maniple.feed.serving import serve_feed
 from maniple.host.best import Best
 from maniple.host.control import SILENCE_S, Control
 from maniple.host.desk import Controls, Desk
@@ -148,6 +149,9 @@ class Server:
             return
         if proof.role == "ask":
             self._control.answer(stream, proof.worker)
+            return
+        if proof.role == "feed":
+            serve_feed(stream, self._segment.path, proof.worker, self._over.is_set)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

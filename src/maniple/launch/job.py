@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from maniple.center.segment import MAX_WORKERS
 from maniple.controller.loading import arguments, split
 from maniple.errors import InvalidArgument
+from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
 from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
@@ -44,6 +46,8 @@ class Job:
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS; None: the default one
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
+    feeds: tuple[str, ...] = ()  # scripts that produce batches, each with its arguments
+    producers: int = 1  # how many copies of each
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -77,6 +81,17 @@ class Job:
         _check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
+        self._check_feeds()
+
+    def _check_feeds(self) -> None:
+        if not 1 <= self.producers <= MAX_PRODUCERS:
+            raise InvalidArgument(
+                f"--producers {self.producers}: 1 to {MAX_PRODUCERS} copies of a script can be started. Write 2."
+            )
+        for number in range(len(self.feeds)):
+            script = Path(next(iter(self.feed_command(number)), ""))
+            if not script.is_file():
+                raise InvalidArgument(f"there is no script {str(script)!r} for --feed in {Path.cwd()}. {_near(script)}")
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, to be written down."""
@@ -97,11 +112,20 @@ class Job:
             "controller": self.controller,
             "controller_args": list(self.controller_args),
             **asdict(self.limits),
+            "feeds": list(self.feeds),
+            "producers": self.producers,
         }
 
     def arguments(self, rank: int) -> list[str]:
         """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""
         return [arg.replace("{rank}", str(rank)).replace("{world}", str(self.workers)) for arg in self.args]
+
+    def feed_command(self, number: int) -> list[str]:
+        """The words of one --feed: a script and its arguments, as a shell would split them."""
+        try:
+            return shlex.split(self.feeds[number])
+        except ValueError as error:
+            raise InvalidArgument(f"--feed {self.feeds[number]!r} cannot be split into words: {error}.") from None
 
     @property
     def workers_per_node(self) -> int:

@@ -5,7 +5,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
+from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.process import Process
+from maniple.launch.producers import Producer, Producers
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
@@ -27,7 +29,6 @@ from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
-_LAST_LINES = 20
 _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -100,6 +101,7 @@ class _Run:
             kind(job, host, rank, cores=part, threads=threads, reach=reach)
             for rank, part in enumerate(split_cores(cores, job.workers))
         ]
+        self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
         self._stopping = Stopping()
@@ -135,13 +137,13 @@ class _Run:
     def _greet(self) -> None:
         who = count(self._job.workers, "worker") if self._job.script else "a host alone"
         who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
-        self._say(f"{who}, run folder {_short(self._host.folder.path)}")
+        self._say(f"{who}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
         for path in self._host.salvaged:
             self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")
         if self._gate.address is not None:
-            folder = _short(self._host.folder.path)
+            folder = short(self._host.folder.path)
             self._say(
                 f"listening on {self._gate.address}; one more worker: maniple join {folder} SCRIPT, or from elsewhere"
             )
@@ -149,7 +151,7 @@ class _Run:
 
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
-        children: list[Process | Server] = [*self._processes, self._server]
+        children: list[Process | Producer | Server] = [*self._processes, *self._producers.all, self._server]
         with selectors.DefaultSelector() as selector:
             while not self._is_done():
                 for child in children:
@@ -160,9 +162,13 @@ class _Run:
                     selector.unregister(key.fileobj)
                     if isinstance(key.data, Server):
                         self._mind_server(key.data)
+                    elif isinstance(key.data, Producer):
+                        self._mind_producer(key.data)
                     else:
                         self._mind_death(key.data)
+                self._producers.blame(at_once=False)
                 self._show()
+        self._producers.blame()
         if not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
@@ -179,11 +185,17 @@ class _Run:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
         exit_code = server.collect()
         if (kind := hopeless(exit_code)) is not None:
-            lines = _last_lines(self._host.folder.log("server"))
-            raise kind("the controller cannot be used:\n" + "\n".join("    " + line for line in lines))
+            raise kind("the controller cannot be used:\n" + last_lines(self._host.folder.log("server")))
         server.restart()
         self._host.events.write("server died", exit_code=exit_code)
-        self._say(f"the server {_reason(exit_code)}: it is started again, and nothing is lost")
+        self._say(f"the server {reason(exit_code)}: it is started again, and nothing is lost")
+
+    def _mind_producer(self, producer: Producer) -> None:
+        if exit_code := producer.collect():
+            log = self._host.folder.log(producer.name)
+            self._producers.fail(
+                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {last_words(log)}")
+            )
 
     def _tell_unsaved(self, error: Exception) -> None:
         self._tell(self._view.error, f"no snapshot could be written: {error}. Training goes on.")
@@ -193,18 +205,18 @@ class _Run:
         self._board.mark(process.rank, "done" if exit_code == 0 else "dead")
         if exit_code == 0:
             return
+        if (producer := self._producers.failing()) is not None:
+            self._mind_producer(producer)
+        self._producers.blame()
         if process.restarts < self._job.restarts:
             process.restart()
             which = f"restart {process.restarts} of {self._job.restarts}"
-            self._say(f"worker {process.rank} {_reason(exit_code)}: {which}")
+            self._say(f"worker {process.rank} {reason(exit_code)}: {which}")
             return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
-        raise WorkerFailed(
-            f"worker {process.rank} {_reason(exit_code)}{again}, so the run ends. Its last lines ({_short(log)}):\n"
-            + "\n".join("    " + line for line in _last_lines(log))
-        )
+        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
@@ -218,6 +230,7 @@ class _Run:
                         process.signal(signal.SIGKILL)
                 process.collect()
                 self._board.mark(process.rank, "ended")
+        self._producers.end(lambda: self._is_hurried)
 
     def _close(self, exit_code: int) -> int:
         self._server.shut(_GRACE_S)
@@ -234,7 +247,7 @@ class _Run:
         if self._host.unfinished:
             self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")
         for path in saved:
-            self._say(f"center saved: {_short(path)}")
+            self._say(f"center saved: {short(path)}")
         return exit_code
 
     def _show(self) -> None:
@@ -272,21 +285,3 @@ class _Run:
 
     def _hurry(self, *_: Any) -> None:
         self._is_hurried = True
-
-
-def _reason(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
-
-
-def _last_lines(log: Path) -> list[str]:
-    with suppress(OSError):
-        return log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return []
-
-
-def _short(path: Path) -> str:
-    with suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)

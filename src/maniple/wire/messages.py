@@ -5,22 +5,20 @@ data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask,
                     Save, Saved; Bye
 control             Join, Joined, Beat, Beaten
 ask                 Request, Reply
+feed                those of `batches`
 """
 
-import msgspec
+from maniple.wire.batches import FeedMessage
+from maniple.wire.said import Said
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Hello(_Said, frozen=True, tag=1):
+class Hello(Said, frozen=True, tag=1):
     """Host: prove that you know the token, by this nonce."""
 
     nonce: bytes
 
 
-class Proof(_Said, frozen=True, tag=2):
+class Proof(Said, frozen=True, tag=2):
     """Worker: here is my proof; now prove yourself by mine. I am `worker`, and this connection is for `role`."""
 
     nonce: bytes
@@ -29,7 +27,7 @@ class Proof(_Said, frozen=True, tag=2):
     worker: str
 
 
-class Welcome(_Said, frozen=True, tag=3):
+class Welcome(Said, frozen=True, tag=3):
     """Host: and here is mine. The center's lineage is this; it began again from a snapshot so many times."""
 
     mac: bytes
@@ -38,36 +36,36 @@ class Welcome(_Said, frozen=True, tag=3):
     restored_from: float  # the snapshot's time, or 0
 
 
-class Refusal(_Said, frozen=True, tag=4):
+class Refusal(Said, frozen=True, tag=4):
     """Either: no, for this reason. `kind` names the error to raise."""
 
     kind: str
     reason: str
 
 
-class Open(_Said, frozen=True, tag=10):
+class Open(Said, frozen=True, tag=10):
     """Worker: I share the parameters in the payload's table under this name; `note` tells their rule."""
 
     center: str
     note: str
 
 
-class Create(_Said, frozen=True, tag=11):
+class Create(Said, frozen=True, tag=11):
     """Host: nobody has made it yet. Send your values, they become the center."""
 
 
-class Busy(_Said, frozen=True, tag=12):
+class Busy(Said, frozen=True, tag=12):
     """Host: somebody else is making it. Ask again soon."""
 
 
-class Opened(_Said, frozen=True, tag=13):
+class Opened(Said, frozen=True, tag=13):
     """Host: it is there, and these are its versions; the table in the payload is the center's own."""
 
     created: bool
     live: int
 
 
-class Value(_Said, frozen=True, tag=14):
+class Value(Said, frozen=True, tag=14):
     """Either: parameter `i` has the value in the payload."""
 
     i: int
@@ -75,7 +73,7 @@ class Value(_Said, frozen=True, tag=14):
     is_torn: bool = False
 
 
-class Pull(_Said, frozen=True, tag=15):
+class Pull(Said, frozen=True, tag=15):
     """Worker: tell me the value of parameter `i`."""
 
     center: str
@@ -83,7 +81,7 @@ class Pull(_Said, frozen=True, tag=15):
     codec: str = "float32"
 
 
-class Offer(_Said, frozen=True, tag=16):
+class Offer(Said, frozen=True, tag=16):
     """Worker: apply `act` with weights `a` and `b` to my value, the payload, and to parameter `i`.
 
     It is item `item` of my exchange `sequence`; I last saw version `seen` of the parameter.
@@ -101,7 +99,7 @@ class Offer(_Said, frozen=True, tag=16):
     answer: str  # "value", "move" or "none"
 
 
-class Answer(_Said, frozen=True, tag=17):
+class Answer(Said, frozen=True, tag=17):
     """Host: item `item` is applied; what the replica becomes is in the payload."""
 
     item: int
@@ -113,7 +111,7 @@ class Answer(_Said, frozen=True, tag=17):
     is_done: bool  # False if a swap found the parameter changed: nothing was applied
 
 
-class Ask(_Said, frozen=True, tag=18):
+class Ask(Said, frozen=True, tag=18):
     """Worker: the connection broke. Which items of exchange `sequence`, from `first` on, were applied?
 
     The payload lists their parameters of `center`, in the order of the items.
@@ -124,18 +122,18 @@ class Ask(_Said, frozen=True, tag=18):
     first: int
 
 
-class Told(_Said, frozen=True, tag=19):
+class Told(Said, frozen=True, tag=19):
     """Host: those with a 1 in the payload, one byte each."""
 
 
-class Take(_Said, frozen=True, tag=20):
+class Take(Said, frozen=True, tag=20):
     """Worker: tell me the elements of array `center` whose flat positions are in the payload."""
 
     center: str
     count: int
 
 
-class Put(_Said, frozen=True, tag=21):
+class Put(Said, frozen=True, tag=21):
     """Worker: weigh my values into those elements; the payload holds `count` positions, then `count` values."""
 
     center: str
@@ -145,37 +143,37 @@ class Put(_Said, frozen=True, tag=21):
     beta: float | int
 
 
-class Find(_Said, frozen=True, tag=22):
+class Find(Said, frozen=True, tag=22):
     """Worker: what is array `center`? (The answer is Opened with its table, or a Refusal.)"""
 
     center: str
 
 
-class Names(_Said, frozen=True, tag=23):
+class Names(Said, frozen=True, tag=23):
     """Worker: which arrays are there?"""
 
 
-class Listing(_Said, frozen=True, tag=24):
+class Listing(Said, frozen=True, tag=24):
     """Host: the names in the payload, as JSON."""
 
 
-class Save(_Said, frozen=True, tag=25):
+class Save(Said, frozen=True, tag=25):
     """Worker: write all values to this file in the run's folder."""
 
     path: str
 
 
-class Saved(_Said, frozen=True, tag=26):
+class Saved(Said, frozen=True, tag=26):
     """Host: done; this is its path on my machine."""
 
     path: str
 
 
-class Bye(_Said, frozen=True, tag=27):
+class Bye(Said, frozen=True, tag=27):
     """Worker: I leave, and shall not ask again what was applied."""
 
 
-class Join(_Said, frozen=True, tag=40):
+class Join(Said, frozen=True, tag=40):
     """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
     rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine."""
 
@@ -187,7 +185,7 @@ class Join(_Said, frozen=True, tag=40):
     is_expected: bool = False
 
 
-class Joined(_Said, frozen=True, tag=41):
+class Joined(Said, frozen=True, tag=41):
     """Host: then you are rank `rank`, which is taken for the `incarnation`-th time; these settings are the run's."""
 
     rank: int
@@ -202,7 +200,7 @@ class Joined(_Said, frozen=True, tag=41):
     max_epochs: int
 
 
-class Beat(_Said, frozen=True, tag=42):
+class Beat(Said, frozen=True, tag=42):
     """Worker: I am alive, and have made so many steps on so many samples; my new rows are in the payload. A number
     that came before is a repetition."""
 
@@ -212,7 +210,7 @@ class Beat(_Said, frozen=True, tag=42):
     samples: int = 0
 
 
-class Beaten(_Said, frozen=True, tag=43):
+class Beaten(Said, frozen=True, tag=43):
     """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop."""
 
     live: int
@@ -220,7 +218,7 @@ class Beaten(_Said, frozen=True, tag=43):
     stop: str = ""
 
 
-class Request(_Said, frozen=True, tag=44):
+class Request(Said, frozen=True, tag=44):
     """Worker: I, rank `rank`, ask the controller `request`; what it needs to know is in the payload, as JSON.
 
     It is my question number `sequence`: if I ask it again, I have not heard the answer. I have made so many steps on
@@ -236,7 +234,7 @@ class Request(_Said, frozen=True, tag=44):
     is_finished: bool = False
 
 
-class Reply(_Said, frozen=True, tag=45):
+class Reply(Said, frozen=True, tag=45):
     """Host: the answer to question `sequence` is in the payload, as JSON."""
 
     sequence: int
@@ -271,4 +269,5 @@ Message = (
     | Beaten
     | Request
     | Reply
+    | FeedMessage
 )

@@ -18,7 +18,7 @@ from maniple.wire.messages import Hello, Proof, Refusal, Welcome
 from maniple.wire.stream import Stream
 
 HALF_OPEN_S = 5.0
-ROLES = ("data", "control", "ask")
+ROLES = ("data", "control", "ask", "feed")
 _NONCE_BYTES = 32
 
 

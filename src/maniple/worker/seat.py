@@ -10,7 +10,7 @@ from maniple.adapters import Adapter
 from maniple.center import ByteLocks, Segment, Shared
 from maniple.center.segment import LEFT, LIVE
 from maniple.contracts import Center
-from maniple.errors import HostAway
+from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
@@ -53,7 +53,11 @@ class Seat(Protocol):
 
 def take_seat(place: Place, count: Count) -> Seat | None:
     """The seat that `place` describes; None for a worker alone."""
-    if place.segment is not None and (place.address is None or place.segment.exists()):
+    if place.producer_number >= 0:
+        raise InvalidArgument(
+            "this process was started to produce batches (--feed), and cannot join as a worker. Call maniple.Feed()."
+        )
+    if place.is_near:
         return Near(place, count)
     if place.address is None:
         return None

@@ -1,6 +1,5 @@
 """Joining a run: what a script sees of the other workers."""
 
-import math
 import os
 import sys
 import traceback
@@ -13,6 +12,7 @@ import numpy as np
 
 from maniple.adapters import adapt
 from maniple.errors import InvalidArgument, ManipleError
+from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.place import Place, find
@@ -22,6 +22,7 @@ from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import settle
 from maniple.worker.ending import watch_the_end
+from maniple.worker.logged import plain
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
 from maniple.worker.seat import take_seat
@@ -72,6 +73,7 @@ class Worker:
         self._has_failed = False
         self._exit_code: int | None = None
         self._stop: StopAfter | None = None
+        self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if self._seat is not None:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
@@ -188,11 +190,15 @@ class Worker:
             return self._seat.ask(request, info, timeout_s=timeout_s)
         return self._alone.ask(request, info)
 
+    def feed(self, name: str = DEFAULT) -> Batches:
+        """The batches that producers push to feed `name`, to iterate over; each goes to exactly one worker."""
+        return self._feeds.open(name)
+
     def log(self, **values: Any) -> None:
         """Write one timestamped row of numbers or words; `loss` is also shown live."""
         if self._seat is not None:
             step = self._replicas[0].steps if self._replicas else 0
-            self._events.write("log", **{"step": step} | {name: _plain(value) for name, value in values.items()})
+            self._events.write("log", **{"step": step} | {name: plain(value) for name, value in values.items()})
 
     @contextmanager
     def lock(self, timeout_s: float = 60.0) -> Generator[None]:
@@ -218,6 +224,7 @@ class Worker:
             if not self._has_failed:
                 self._samples.finish()
         finally:
+            self._feeds.close()
             if self._seat is not None:
                 self._seat.leave(failed=self._has_failed)
 
@@ -284,13 +291,3 @@ class Worker:
         """Follow a SIGTERM that came, if one did: at once, or after the exchange that it fell into."""
         if self._exit_code is not None and not self.has_left:
             raise SystemExit(self._exit_code)
-
-
-def _plain(value: Any) -> Any:
-    """A number or word of what was logged: torch and NumPy scalars by their `item`, "nan" and "inf" as words."""
-    item = getattr(value, "item", None)
-    try:
-        value = value if item is None else item()
-    except (ValueError, RuntimeError):  # more than one element
-        return value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no such number

@@ -1,0 +1,85 @@
+"""A linear model learns to add up the pixels of an image: a rule of one's own, and a feed. NumPy alone.
+
+    python examples/pixel_sum.py                                    # alone; batches are made in another process
+    maniple run -n 2 --feed 'examples/pixel_sum.py --produce' examples/pixel_sum.py
+    maniple run -n 2 --producers 2 --feed 'examples/pixel_sum.py --produce' examples/pixel_sum.py --lr 0.1
+
+This file has two roles. With `--produce` it makes random images and their sums, and pushes them in batches; without, it
+is a worker that takes batches as they come, each from the same queue. The right weights are known, all 1, so that
+everybody can see how far the model has come.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import numpy as np
+
+import maniple
+
+SIDE = 8
+
+
+class Nudge(maniple.Rule):
+    """The elastic rule, written down by hand: replica and center each go a share of the way to the other."""
+
+    def __init__(self, share: float = 0.4) -> None:
+        self.share = share
+
+    def mix(self, x, c, memory):  # noqa: ARG002 - other rules remember something there
+        step = self.share * (x - c)
+        return x - step, c + step
+
+
+def batches(seed: int, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Random images, with a little noise on their sums."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        images = random.random((size, SIDE, SIDE), np.float32)
+        yield images, images.sum((1, 2)) + 0.01 * random.standard_normal(size, np.float32)
+
+
+def produce(args: argparse.Namespace) -> None:
+    """Push this producer's share of the batches; the end of the script is the end of the data."""
+    feed = maniple.Feed(high_water=16)
+    for images, sums in batches(feed.index, args.batches // feed.count, args.batch_size):
+        feed.push(images, sums)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Take batches until there are no more."""
+    worker = maniple.join()
+    weights = np.zeros(SIDE * SIDE, np.float32)
+    replica = worker.share({"weights": weights}, rule=Nudge())
+    is_fed = worker.world > 1
+    source = worker.feed() if is_fed else maniple.Prefetch(batches(0, args.batches, args.batch_size))
+
+    taken = 0
+    for images, sums in source:
+        pixels = images.reshape(len(images), -1)
+        error = pixels @ weights - sums
+        weights -= args.lr * pixels.T @ error / len(error)
+        replica.samples = len(images)
+        replica.step()
+        taken += 1
+        if taken % 100 == 0:
+            worker.log(loss=float((error**2).mean()))
+
+    with replica.center():
+        off = np.abs(weights - 1).max()
+    print(
+        f"worker {worker.rank} of {worker.world}: {taken} batches, weights of the center are off by {off:.3f} at most"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--produce", action="store_true", help="be a producer, not a worker")
+    parser.add_argument("--batches", type=int, default=4000, help="batches of all producers together (4000)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images in a batch (32)")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (0.05)")
+    args = parser.parse_args()
+    (produce if args.produce else train)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The death of a process, in words."""
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_LAST_LINES = 20
+
+
+def reason(exit_code: int) -> str:
+    """How it ended."""
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def last_words(log: Path) -> str:
+    """What it printed last, and where the rest is."""
+    return f"Its last lines ({short(log)}):\n{last_lines(log)}"
+
+
+def last_lines(log: Path) -> str:
+    """What it printed last."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    return "\n".join("    " + line for line in lines)
+
+
+def short(path: Path) -> str:
+    """A path as seen from here."""
+    with suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,480 @@
+"""Feeds: one suite for batches that go through shared memory and over TCP, between threads and real processes."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maniple.center import Segment
+from maniple.errors import Conflict, HostAway, InvalidArgument, ManipleError, ProducerFailed, WaitedTooLong
+from maniple.feed import roll
+from maniple.feed.batch import Batch
+from maniple.feed.batches import Batches
+from maniple.feed.near import NearSink, NearSource
+from maniple.feed.remote import RemoteSink, RemoteSource
+from maniple.feed.ring import EMPTY, MARK, STATE, Ring
+from maniple.place import Place
+
+from ..serving import TOKEN, Serving
+
+WAIT_S = 60
+
+
+@dataclass
+class Ends:
+    """Opens both ends of feeds over one transport, and closes them after the test."""
+
+    host: Any
+    is_far: bool
+    opened: list[Any] = field(default_factory=list)
+
+    def sink(self, name: str = "x", *, index: int = -1, count: int = 1, high_water: int = 4) -> Any:
+        if self.is_far:
+            place = Place(address=str(self.host.address), token=TOKEN, producer=index, producers=count)
+            self.opened.append(RemoteSink(place, name, high_water))
+        else:
+            path = self.host.segment.path
+            self.opened.append(NearSink(path, name, index=index, count=count, number=-1, high_water=high_water))
+        return self.opened[-1]
+
+    def source(self, name: str = "x") -> Any:
+        place = Place(address=str(self.host.address), token=TOKEN)
+        self.opened.append(RemoteSource(place, name) if self.is_far else NearSource(self.host.segment.path, name))
+        return self.opened[-1]
+
+    def batches(self, name: str = "x", **rest: Any) -> Batches:
+        return Batches(name, self.source(name), **rest)
+
+    def spawn(self, code: str) -> subprocess.Popen[str]:
+        """A process that says a line when it has come to its point, and then waits to be killed."""
+        env = {"MANIPLE_SEGMENT": str(self.host.segment.path)}
+        if self.is_far:
+            env = {"MANIPLE_ADDRESS": str(self.host.address), "MANIPLE_TOKEN": TOKEN}
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=os.environ | env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        return process
+
+
+class Alone:
+    """A segment without a server."""
+
+    def __init__(self, root: Path) -> None:
+        (root / "run").mkdir()
+        self.segment = Segment.create(root, "0123456789abcdef", root / "run")
+        self.address = None
+
+    def close(self) -> None:
+        self.segment.remove()
+
+
+@pytest.fixture(params=["shared", "tcp"])
+def ends(request: pytest.FixtureRequest, tmp_path) -> Iterator[Ends]:
+    is_far = request.param == "tcp"
+    ends = Ends(Serving(tmp_path) if is_far else Alone(tmp_path), is_far)
+    yield ends
+    for one in ends.opened:
+        one.close()
+    ends.host.close()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=WAIT_S)
+
+
+def push(sink: Any, *arrays: Any) -> None:
+    sink.put(Batch.of(arrays))
+
+
+def together(*acts: Callable[[], None]) -> None:
+    """Do all at once, and raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def guarded(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(act,), daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+def flow(ends: Ends, counts: list[int], workers: int) -> list[list[tuple[int, int]]]:
+    """Let producers push so many batches each; gives what each worker has taken, as (producer, number)."""
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
+
+    def produce(index: int) -> None:
+        sink = ends.sink(index=index, count=len(counts))
+        assert (sink.index, sink.count) == (index, len(counts))
+        for number in range(counts[index]):
+            push(sink, np.array([index, number]), np.full(number * 37 % 5000, number, np.float32))
+        sink.end(None)
+
+    def consume(rank: int) -> None:
+        batches = ends.batches()
+        for label, values in batches:
+            assert values.size == label[1] * 37 % 5000 and (values == label[1]).all()
+            taken[rank].append((int(label[0]), int(label[1])))
+        assert list(batches) == [], "after the end it is empty"
+
+    together(*(lambda i=i: produce(i) for i in range(len(counts))), *(lambda k=k: consume(k) for k in range(workers)))
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("counts", "workers"),
+    [([0], 2), ([1], 2), ([7], 2), ([30], 1), ([22], 4), ([7, 0], 1), ([11, 1, 20], 2), ([11, 1, 20], 4)],
+    ids=str,
+)
+def test_each_batch_goes_to_one_worker_in_order_and_all_see_the_end(ends, counts, workers):
+    taken = flow(ends, counts, workers)
+    assert sorted(itertools.chain(*taken)) == [(i, number) for i, count in enumerate(counts) for number in range(count)]
+    for mine in taken:
+        for index in range(len(counts)):
+            numbers = [number for producer, number in mine if producer == index]
+            assert numbers == sorted(numbers)
+
+
+def test_arrays_keep_their_dtype_shape_and_values_and_are_ones_own(ends):
+    rng = np.random.default_rng(0)
+    dtypes = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64"]
+    sent = [[], [np.zeros((0, 3))], [np.float32(2.5), [[1, 2], [3, 4]]]]
+    sent += [[(rng.random((2, 3, k)) * 9).astype(dtype) for k, dtype in enumerate(dtypes)]]
+    sent += [[np.full(3, k) for k in range(1500)]]  # more than one call of the system takes
+    sent += [[np.arange(12.0).reshape(3, 4).T, np.arange(10)[::-2], np.arange(4, dtype=">i4")]]
+    sink, source = ends.sink(high_water=8), ends.source()
+    for batch in sent:
+        push(sink, *batch)
+    sink.end(None)
+    got = list(Batches("x", source))
+    assert len(got) == len(sent)
+    for arrays, before in zip(got, sent, strict=True):
+        assert len(arrays) == len(before)
+        for array, value in zip(arrays, before, strict=True):
+            value = np.asarray(value)
+            assert array.shape == value.shape and array.dtype == value.dtype.newbyteorder("=")
+            np.testing.assert_array_equal(array, value)
+            array += array.dtype.type(0) if array.dtype != bool else False  # it can be written to
+
+
+def test_tensors_are_pushed_as_arrays_and_what_cannot_be_is_said(ends):
+    torch = pytest.importorskip("torch")
+    sink = ends.sink()
+    push(sink, torch.arange(3.0))
+    with pytest.raises(InvalidArgument, match=r"detach\(\)"):
+        push(sink, torch.zeros(2, requires_grad=True))
+    with pytest.raises(InvalidArgument, match="dtype <U3"):
+        push(sink, np.array(["abc"]))
+    sink.end(None)
+    assert [arrays[0].tolist() for arrays in ends.batches()] == [[0.0, 1.0, 2.0]]
+
+
+def test_producer_waits_at_the_mark_and_memory_is_bounded_by_it(ends):
+    sink, source = ends.sink(high_water=3), ends.source()
+    ring = Ring(ends.host.segment.path, "x")
+    ends.opened.append(ring)
+    pushed: list[int] = []
+
+    def produce() -> None:
+        for number in range(12):
+            push(sink, np.full((number + 1) * 20_000, number))  # each larger than those before
+            pushed.append(number)
+        sink.end(None)
+
+    def consume() -> None:
+        for taken in range(12):
+            deadline = time.monotonic() + WAIT_S
+            while len(pushed) < min(12, taken + 3):  # as many as may wait do wait
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            time.sleep(0.02)  # it could push more now, if it were not held back
+            assert len(pushed) <= taken + 3
+            assert ring.words[STATE : STATE + 256].tolist().count(EMPTY) >= 253
+            assert source.take(WAIT_S)[0][0] == taken
+        assert list(Batches("x", source)) == []
+
+    together(produce, consume)
+    slots = list(ring.folder.glob("slot-*"))
+    assert len(slots) == ring.words[MARK] == 3
+    assert sum(slot.stat().st_size for slot in slots) <= 3 * (12 * 20_000 * 8 + (1 << 16))
+
+
+def test_traceback_of_a_producer_reaches_every_worker_each_time(ends):
+    good, bad = (ends.sink(index=index, count=2) for index in (0, 1))
+    push(good, np.arange(2))
+    bad.end("Traceback ...\nValueError: the disk is upside down")
+    for _ in range(2):
+        batches = ends.batches()
+        for _ in range(2):
+            with pytest.raises(
+                ProducerFailed, match=r"producer 1 of feed 'x'(?s:.*)ValueError: the disk is upside down"
+            ):
+                list(batches)
+
+
+def test_killed_producer_is_an_error_and_not_the_end(ends, monkeypatch):
+    monkeypatch.setattr(roll, "AWAY_S", 0.5)  # of the host, which is in this process
+    code = """
+        import time, maniple
+        feed = maniple.Feed("x")
+        feed.push([1.0])
+        print("here", flush=True)
+        time.sleep(600)
+    """
+    process = ends.spawn(code)
+    batches = ends.batches()
+    assert next(iter(batches))[0].tolist() == [1.0]
+    kill(process)
+    with pytest.raises(ProducerFailed, match="producer 0 of feed 'x' ended before its data did"):
+        list(batches)
+
+
+def test_batch_of_a_worker_killed_while_taking_it_goes_to_another(ends):
+    sink = ends.sink(high_water=2)
+    push(sink, [1.0])
+    push(sink, [2.0])
+    where = "maniple.wire.stream.Stream, 'receive_into'" if ends.is_far else "maniple.feed.near.NearSource, '_copy'"
+    code = f"""
+        import time, maniple.feed.near, maniple.wire.stream
+        from maniple.feed.batches import _source
+        from maniple.place import find
+
+        def stall(*_):
+            print("here", flush=True)
+            time.sleep(600)
+
+        setattr({where}, stall)
+        _source(find(), "x").take(60)
+    """
+    process = ends.spawn(code)
+    kill(process)
+    sink.end(None)
+    assert sorted(arrays[0].tolist() for arrays in ends.batches()) == [[1.0], [2.0]]
+
+
+def test_producer_killed_while_filling_a_slot_leaves_the_room_to_others(tmp_path):
+    ends = Ends(Alone(tmp_path), False)
+    try:
+        code = """
+            import time, maniple, maniple.feed.batch
+            feed = maniple.Feed("x", high_water=1)
+
+            def stall(*_):
+                print("here", flush=True)
+                time.sleep(600)
+
+            maniple.feed.batch.Batch.write = stall
+            feed.push([1.0])
+        """
+        process = ends.spawn(code)
+        other = ends.sink(high_water=1)
+        kill(process)
+        push(other, [2.0])
+        ring = Ring(ends.host.segment.path, "x")
+        assert ring.take() is not None
+        ring.close()
+    finally:
+        for one in ends.opened:
+            one.close()
+        ends.host.close()
+
+
+def test_worker_that_should_stop_ends_its_loop(ends):
+    sink = ends.sink()
+    push(sink, [1.0])
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    assert len(list(ends.batches(should_stop=should_stop))) == 1
+
+
+def test_feeds_of_different_names_do_not_mix(ends):
+    train, valid = ends.sink("train"), ends.sink("valid")
+    push(train, [1.0])
+    push(valid, [2.0])
+    train.end(None)
+    valid.end(None)
+    for name, value in (("valid", 2.0), ("train", 1.0)):
+        assert [arrays[0].tolist() for arrays in ends.batches(name)] == [[value]]
+
+
+def test_what_producers_disagree_on_is_said(ends):
+    first = ends.sink(high_water=4, index=0, count=2)
+    with pytest.raises(Conflict, match=r"high_water=5(?s:.*)4"):
+        ends.sink(high_water=5, index=1, count=2)
+    with pytest.raises(Conflict, match="producer 0 of feed 'x' has come already"):
+        ends.sink(index=0, count=2)
+    second = ends.sink(index=1, count=2)
+    first.end(None)
+    second.end(None)
+    with pytest.raises(InvalidArgument, match="feed 'x' is over"):
+        ends.sink()
+    for wrong in ({"name": "a/b"}, {"high_water": 0}, {"index": 3, "count": 2}):
+        with pytest.raises(InvalidArgument):
+            ends.sink(**wrong)
+
+
+def test_producers_that_tell_no_place_get_the_next_one(ends):
+    first, second = ends.sink(), ends.sink()
+    assert (first.index, second.index) == (0, 1)
+    push(second, [2.0])
+    first.end(None)
+    second.end(None)
+    assert len(list(ends.batches())) == 1
+
+
+def test_producer_that_never_comes_is_not_waited_for_without_end(ends, monkeypatch):
+    monkeypatch.setattr(roll, "COME_S", 0.3)
+    with pytest.raises(WaitedTooLong, match="a producer for feed 'x', and none came"):
+        list(ends.batches())
+    ends.sink("y", index=0, count=2).end(None)
+    with pytest.raises(WaitedTooLong, match=r"producers \[1\] of feed 'y'"):
+        list(ends.batches("y"))
+
+
+def test_ends_of_the_run_are_noticed_by_those_who_wait(tmp_path):
+    host = Alone(tmp_path)
+    try:
+        sink = NearSink(host.segment.path, "x", index=0, count=1, number=-1, high_water=1)
+        source = NearSource(host.segment.path, "y")
+        push(sink, [1.0])
+    finally:
+        host.close()  # and the memory is gone
+    with pytest.raises(HostAway, match="the run has ended"):
+        push(sink, [2.0])
+    with pytest.raises(HostAway, match="the run has ended"):
+        list(Batches("y", source))
+    sink.close()
+    source.close()
+
+
+def test_pushes_survive_broken_connections_exactly_once(tmp_path):
+    host = Serving(tmp_path)
+    ends = Ends(host, True)
+    rng = random.Random(1)
+    sink, batches, taken = ends.sink(high_water=3), ends.batches(), []
+    done = threading.Event()
+
+    def produce() -> None:
+        for number in range(60):
+            push(sink, [number], np.zeros(rng.choice([1, 50_000, 400_000])))
+        sink.end(None)
+        done.set()
+
+    def cut() -> None:
+        while not done.wait(rng.uniform(0.0, 0.03)):
+            sink._line._link.abort()
+
+    together(produce, cut, lambda: taken.extend(int(arrays[0][0]) for arrays in batches))
+    for one in ends.opened:
+        one.close()
+    host.close()
+    assert taken == list(range(60))
+
+
+def test_worker_whose_connection_breaks_goes_on(tmp_path):
+    host = Serving(tmp_path)
+    ends = Ends(host, True)
+    sink, source, taken = ends.sink(high_water=3), ends.source(), []
+    done = threading.Event()
+
+    def produce() -> None:
+        for number in range(40):
+            push(sink, [number], np.zeros(100_000))
+        sink.end(None)
+
+    def consume() -> None:
+        taken.extend(int(arrays[0][0]) for arrays in Batches("x", source))
+        done.set()
+
+    def cut() -> None:
+        while not done.wait(0.02):
+            source._line._link.abort()
+
+    together(produce, consume, cut)
+    for one in ends.opened:
+        one.close()
+    host.close()
+    assert set(taken) == set(range(40))  # at least once across a break
+
+
+def test_hostile_words_on_a_feed_are_refused(tmp_path):
+    from maniple.center.link import Door, Link
+    from maniple.wire import batches as said
+    from maniple.wire.messages import Refusal
+
+    host = Serving(tmp_path)
+    try:
+        for first, second in (
+            (said.Supply("../x", 0, 1, 4), None),
+            (said.Supply("x", 7, 1 << 40, 4), None),
+            (said.Fetch(""), None),
+            (said.Room(), None),
+            (said.Supply("x", -1, 1, 4), said.Push(1, -5)),
+            (said.Supply("x", -1, 1, 4), said.Push(0, 8)),
+            (said.Supply("x", -1, 1, 4), said.Got(1)),
+        ):
+            link = Link(Door(host.address, TOKEN), "feed")
+            stream = link.stream()
+            stream.send(first)
+            if second is not None:
+                assert isinstance(stream.receive_message(), said.Supplied)
+                stream.send(second)
+            assert isinstance(stream.receive_message(), Refusal)
+            link.drop()
+        link = Link(Door(host.address, TOKEN), "feed")
+        stream = link.stream()
+        for message, payload in ((said.Supply("z", -1, 1, 4), b""), (said.Push(1, 64), b"")):
+            stream.send(message, payload)
+            stream.receive_message()
+        stream.send(said.Batch(1), b"\xff" * 64)  # no batch
+        refusal = stream.receive_message()
+        assert isinstance(refusal, Refusal) and refusal.kind == "BadFrame"
+        link.drop()
+    finally:
+        host.close()
+
+
+def test_errors_of_the_host_are_raised_as_what_they_are(tmp_path, monkeypatch):
+    from maniple.errors import SharedMemoryFull
+
+    def full(*_: Any) -> None:
+        raise SharedMemoryFull("no room")
+
+    host = Serving(tmp_path)
+    ends = Ends(host, True)
+    sink = ends.sink()
+    monkeypatch.setattr(Ring, "buffer", full)
+    with pytest.raises(SharedMemoryFull, match="no room"):
+        push(sink, [1.0])
+    assert issubclass(SharedMemoryFull, ManipleError)
+    sink.close()
+    host.close()
