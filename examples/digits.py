@@ -70,7 +70,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             samples += len(labels)
-        worker.log(loss=loss)
+            if replica.steps % 20 == 0:
+                worker.log(loss=loss)
     duration = time.perf_counter() - start
 
     own = accuracy(model, x_test, y_test)  # of this worker's replica

@@ -132,7 +132,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
     if segment is None and address is None:
         _refuse_other_launchers(env)
         seed = _number(env, "MANIPLE_SEED", DEFAULT_SEED)
-        return Place(device=env.get("MANIPLE_DEVICE"), seed=seed, limits=_limits(env))
+        return Place(device=env.get("MANIPLE_DEVICE"), seed=seed, limits=asked_limits(env))
     run = env.get("MANIPLE_RUN")
     return Place(
         rank=_number(env, "RANK", 0),
@@ -152,7 +152,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=_path(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
-        limits=_limits(env),
+        limits=asked_limits(env),
         controller=env.get("MANIPLE_CONTROLLER"),
         controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
         producer=_number(env, "MANIPLE_PRODUCER", -1),
@@ -223,7 +223,8 @@ def _token(env: Mapping[str, str]) -> str | None:
         ) from None
 
 
-def _limits(env: Mapping[str, str]) -> Limits:
+def asked_limits(env: Mapping[str, str] = os.environ) -> Limits:
+    """The limits that the environment tells."""
     limits = Limits(
         max_batches=_number(env, "MANIPLE_MAX_BATCHES", 0),
         max_epochs=_number(env, "MANIPLE_MAX_EPOCHS", 0),

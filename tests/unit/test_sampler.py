@@ -65,10 +65,10 @@ def test_samples_handed_out_are_counted_over_passes():
 
 def test_iteration_ends_when_the_worker_should_stop():
     taken: list[int] = []
-    sampler = Shard(100, rank=0, world=1, seed=(1,), should_stop=lambda: len(taken) >= 3)
+    sampler = Shard(1000, rank=0, world=1, seed=(1,), should_stop=lambda: len(taken) >= 3)
     for index in sampler:
         taken.append(index)
-    assert len(taken) == sampler.taken == 32  # it looks every 32 samples
+    assert len(taken) == sampler.taken == 128  # it looks every 128 samples
 
 
 def test_indices_are_plain_integers():

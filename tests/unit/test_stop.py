@@ -32,12 +32,12 @@ def test_stop_is_due_after_the_duration_and_stays_so(clock):
 def test_worker_that_was_given_a_stop_stops_in_time(clock):
     worker = Worker(Place())
     worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
-    sampler = iter(worker.sampler(range(100)))
+    sampler = iter(worker.sampler(range(1000)))
     assert not worker.should_stop
     next(sampler)
     clock[0] += 61
     assert worker.should_stop
-    assert len(list(sampler)) < 32  # it looks every 32 samples
+    assert len(list(sampler)) < 128  # it looks every 128 samples
 
 
 def test_worker_without_a_stop_goes_on(clock):

@@ -139,6 +139,11 @@ class Segment:
         _WORD.pack_into(self._members, self._place_of(rank), number)
         return number
 
+    def count_on(self, rank: int, incarnation: int) -> None:
+        """Rank `rank` was taken so often before this segment was made."""
+        number = max(incarnation, self.incarnation(rank))
+        _WORD.pack_into(self._members, self._place_of(rank), number)
+
     def is_live(self, rank: int, incarnation: int) -> bool:
         """That very process of worker `rank` is alive."""
         return self._members[rank] == LIVE and self.incarnation(rank) == incarnation

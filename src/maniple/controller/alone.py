@@ -14,7 +14,7 @@ from maniple.host import Host
 from maniple.host.desk import Controls
 from maniple.host.gate import Gate, Listen
 from maniple.host.server import Server
-from maniple.place import Place, shared_memory
+from maniple.place import Place, asked_limits, shared_memory
 from maniple.record.folder import fresh_name
 from maniple.wire.address import Address
 
@@ -28,7 +28,7 @@ def serve(controller: Controls, port: int, *, host: str, name: str | None, runs:
     asked: dict[str, Any] = {"controller": type(controller).__name__, "workers": 0}
     owner = Host.start(shared_memory(), runs, name or fresh_name(runs, Path("host")), asked)
     try:
-        place = Place(world=0, run=owner.folder.path, segment=owner.segment.path, limits=controller.decisions.limits)
+        place = Place(world=0, run=owner.folder.path, segment=owner.segment.path, limits=asked_limits())
         gate = Gate(owner, Listen(Address(host, port)), place)
     except BaseException:
         owner.abandon()

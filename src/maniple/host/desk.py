@@ -21,8 +21,8 @@ from maniple.errors import HandlerFailed, ManipleError, WaitedTooLong, raise_rem
 from maniple.host.best import Best
 from maniple.place import Limits
 from maniple.record import Events
+from maniple.sampler.lease import Holder as Tenant
 from maniple.sampler.remote import Tables
-from maniple.sampler.table import Holder as Tenant
 from maniple.wire.messages import Request
 
 _FILE = "controller"

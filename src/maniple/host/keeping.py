@@ -16,7 +16,7 @@ from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
 from maniple.sampler import table
-from maniple.sampler.table import Unfinished
+from maniple.sampler.lease import Unfinished
 
 _LEASES, _CONTROLLER = "leases", "controller"
 
@@ -47,7 +47,11 @@ def find_again(segment: Segment, path: Path, manifest: Manifest) -> None:
         for number, one in saved.items():
             table.restore(segment, number, one)
     if _CONTROLLER in manifest.extra:
-        msgspec.json.decode(manifest.extra[_CONTROLLER], type=Minutes).write(segment.path)
+        minutes = msgspec.json.decode(manifest.extra[_CONTROLLER], type=Minutes)
+        minutes.write(segment.path)
+        for key in minutes.known.counts:  # what new processes make is counted beside it
+            rank, incarnation = key.split(".")
+            segment.count_on(int(rank), int(incarnation))
 
 
 def begin_again(segment: Segment) -> None:

@@ -60,8 +60,7 @@ class Membership:
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
-        is_back = is_known or (rank == said.rank and not is_ours)
-        event = "returned" if is_back else "restarted" if said.restarts else "joined"
+        event = "returned" if said.is_back else "restarted" if said.restarts else "joined"
         self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
         return rank, incarnation
 

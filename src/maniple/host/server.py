@@ -97,7 +97,8 @@ class Server:
             try:
                 link, _ = listener.accept()
             except OSError:  # out of descriptors, say: those who wait are served when some are free again
-                threading.Event().wait(0.05)
+                if self._over.wait(0.05):
+                    return
                 continue
             with self._lock:
                 if self._connections >= _MAX_CONNECTIONS:

@@ -10,7 +10,8 @@ import msgspec
 
 from maniple.center.segment import Segment
 from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
-from maniple.sampler.table import MOST_LEASES, Holder, Lease, Table, Terms, Verdict
+from maniple.sampler.lease import Holder, Lease, Terms, Verdict
+from maniple.sampler.table import MOST_LEASES, Table
 
 TERMS, LEASE = "maniple-terms", "maniple-lease"  # the two questions
 _MOST_SAMPLERS = 1 << 16
@@ -61,6 +62,11 @@ class Tables:
             table = self._opened(wish)
             if question == TERMS:
                 return msgspec.to_builtins(table.terms)
+            if table.terms != wish.terms:  # the host began again from a snapshot before this sampler's time
+                raise InvalidArgument(
+                    f"sampler {wish.sampler} is cut into chunks of {table.terms.chunk} now, this worker's of "
+                    f"{wish.terms.chunk}. Start this worker again."
+                )
             answer = table.take(holder, wish.epoch, held=wish.held, drawn=wish.drawn, done=wish.done, back=wish.back)
             return msgspec.to_builtins(answer)
 

@@ -8,17 +8,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from maniple.errors import InvalidArgument
-from maniple.sampler.table import Lease, Terms, Verdict
+from maniple.sampler.lease import Lease, Terms, Verdict
 
 Indices = npt.NDArray[np.int64]
 
-_PIECE = 32  # samples between two looks at whether to stop
+_PIECE = 128  # samples between two looks at whether to stop
 _PATIENCE_S = 10.0  # at the end of a pass, at least, for those who are at their last samples
 _MOST_OPEN = 64  # leases kept open until the center has them; of more, the oldest counts as done
 
@@ -64,6 +65,9 @@ class Order:
         return self._given - self._rest.__length_hint__() - self._pending  # type: ignore[attr-defined] # pyright: ignore
 
     def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._pieces())  # between two pieces, a sample costs no Python code
+
+    def _pieces(self) -> Iterator[Iterator[int]]:
         for chunk in self._pass():
             for start in range(0, len(chunk), _PIECE):
                 if self._should_stop():
@@ -71,29 +75,28 @@ class Order:
                 piece = chunk[start : start + _PIECE].tolist()
                 self._given += len(piece)
                 self._rest = iter(piece)
-                yield from self._rest
+                yield self._rest
 
     def batches(self, size: int, *, drop_last: bool = False) -> Iterator[Indices]:
         """One pass as arrays of `size` indices, for frameworks without a loader of their own."""
         if size < 1:
             raise InvalidArgument(f"batches of {size} samples cannot be made. Give 1 or more.")
-        waiting: list[Indices] = []
+        rest = np.empty(0, np.int64)
         for chunk in self._pass():
-            waiting.append(chunk)
+            rest = np.concatenate([rest, chunk])
             self._given += len(chunk)
-            self._pending += len(chunk)
+            self._pending = len(rest)
             while self._pending >= size and not self._should_stop():
-                together = np.concatenate(waiting)
-                waiting = [together[size:]]
-                self._pending -= size
-                yield together[:size]
+                batch, rest = rest[:size], rest[size:]
+                self._pending = len(rest)
+                yield batch
             if self._should_stop():
                 break
-        rest, self._pending = self._pending, 0
-        if rest and (drop_last or self._should_stop()):
-            self._given -= rest
-        elif rest:
-            yield np.concatenate(waiting)
+        self._pending = 0
+        if drop_last or self._should_stop():
+            self._given -= len(rest)
+        elif len(rest):
+            yield rest
 
     def permutation(self, epoch: int) -> Indices:
         """The order of one epoch, the same for all workers."""
@@ -246,26 +249,26 @@ class Lead:
 
     def __init__(self) -> None:
         self.trained = 0
-        self._base = self._first = 0
-        self._steps = 0
+        self._base = self._first = self._before = 0
+        self._batch = 0  # the fewest samples drawn in one step, once known
         self._taken: deque[int] = deque()
 
     def drained(self, taken: int) -> None:
         """All that was drawn is trained on, and a new pass begins."""
         self.trained = self._base = taken
-        self._steps = 0
+        self._first = self._batch = 0
         self._taken = deque()
 
     def stepped(self, taken: int) -> None:
         """A step has ended, and so many samples were drawn by now."""
-        self._steps += 1
-        if self._steps == 1:
-            self._first = taken
-        if self._taken.maxlen is None:
-            grown = taken - self._first
-            if grown <= 0:
-                return
-            self._taken = deque(maxlen=-(-(self._first - self._base) // grown) or 1)
-        self._taken.append(taken)
-        if len(self._taken) == self._taken.maxlen:
-            self.trained = max(self.trained, self._taken[0])
+        if not self._first:
+            self._first = self._before = taken
+            return
+        grown, self._before = taken - self._before, taken
+        if grown > 0 and not 0 < self._batch <= grown:  # a step that is skipped makes the next one seem larger
+            self._batch = grown
+            self._taken = deque(self._taken, maxlen=math.ceil((self._first - self._base) / grown) or 1)
+        if self._batch:
+            self._taken.append(taken)
+            if len(self._taken) == self._taken.maxlen:
+                self.trained = max(self.trained, self._taken[0])

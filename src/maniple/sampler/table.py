@@ -14,16 +14,14 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from maniple.center.locks import ByteLocks, Patience
 from maniple.center.segment import Segment, refusal
 from maniple.errors import InvalidArgument
+from maniple.sampler.lease import Holder, Lease, Terms, Unfinished, Verdict
 
 _EPOCHS = 16  # so many epochs may be open at a time; of more, the oldest is closed
 MOST_LEASES = 16384
@@ -35,62 +33,6 @@ _WORDS = _HEAD + 2 * MOST_LEASES
 _DRAWN = 1 << 62
 _NOBODY = 1 << 61  # the owner of leases that come from a snapshot
 _LOCK_S = 60.0
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """What all workers must agree on to share a data set."""
-
-    count: int
-    chunk: int
-    shuffle: bool
-
-
-class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of one epoch, lent to one worker; `slot` is its place in the table."""
-
-    slot: int
-    epoch: int
-    chunk: int
-
-
-class Unfinished(msgspec.Struct):
-    """A table as a snapshot keeps it."""
-
-    terms: Terms
-    cursors: list[tuple[int, int]]  # epoch, chunks handed out
-    leases: list[tuple[int, int]]  # epoch, chunk: handed out and not done
-
-    @property
-    def samples(self) -> int:
-        """How many samples were handed out and not done."""
-        chunk, count = self.terms.chunk, self.terms.count
-        return sum(min(count, (number + 1) * chunk) - number * chunk for _, number in self.leases)
-
-
-class Verdict(Enum):
-    """What can be said to a worker that gets no lease."""
-
-    WAIT = "wait"  # others are at the last ones; if they die, somebody must take them
-    END = "end"
-
-
-@dataclass(frozen=True)
-class Holder:
-    """One process of a worker, as the owner of leases."""
-
-    rank: int
-    incarnation: int
-
-    @property
-    def word(self) -> int:
-        """The number that stands for it in the table."""
-        return (self.incarnation << 16) | (self.rank + 1)
-
-
-def chunk_for(count: int, workers: int) -> int:
-    """A chunk size by which the last chunks of an epoch keep nobody waiting for long, and asking costs little."""
-    workers = max(4, workers)
-    return max(1, min(1024, max(count // (32 * workers), min(64, count // (4 * workers)))))
 
 
 class Table:
@@ -264,7 +206,9 @@ class Table:
         slot = self._words[_HINT]
         if self._words[_OWNERS + slot]:
             slot = int(np.argmin(self._owners != 0))
-            if self._words[_OWNERS + slot]:
+            if self._words[_OWNERS + slot] and (left := self._left_behind()):
+                slot = left[0]  # workers that leave their passes early have filled the table: its oldest entry goes
+            elif self._words[_OWNERS + slot]:
                 raise InvalidArgument(
                     f"{MOST_LEASES} leases are open, which is the most there can be. Use larger chunks (chunk=), or "
                     "exchange more often: a lease is done when the center has what was learned from it."
@@ -289,8 +233,12 @@ def _make(path: Path, saved: Unfinished) -> None:
     words[[_COUNT, _CHUNK, _SHUFFLE]] = saved.terms.count, saved.terms.chunk, saved.terms.shuffle
     for i, (epoch, cursor) in enumerate(saved.cursors):
         words[[_EPOCH + i, _CURSOR + i]] = epoch + 1, cursor
-    for slot, (epoch, chunk) in enumerate(saved.leases):
+    # A worker may still speak of slots in the table before the snapshot: it must not mean leases of this one.
+    first = secrets.randbelow(MOST_LEASES)
+    for i, (epoch, chunk) in enumerate(saved.leases):
+        slot = (first + i) % MOST_LEASES
         words[[_OWNERS + slot, _LEASED + slot]] = _NOBODY, (epoch << 32) | chunk
+    words[_HINT] = (first + len(saved.leases)) % MOST_LEASES
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         beside.write_bytes(words.tobytes())

@@ -175,7 +175,8 @@ class Bye(Said, frozen=True, tag=27):
 
 class Join(Said, frozen=True, tag=40):
     """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
-    rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine."""
+    rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine.
+    `is_back`: I was here before, and the connection broke."""
 
     node: str
     pid: int
@@ -183,6 +184,7 @@ class Join(Said, frozen=True, tag=40):
     restarts: int
     is_near: bool = False
     is_expected: bool = False
+    is_back: bool = False
 
 
 class Joined(Said, frozen=True, tag=41):

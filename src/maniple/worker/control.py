@@ -82,14 +82,14 @@ class Control:
         """Send the last rows and say goodbye; a host that is away is waited for a little."""
         self._leave_by = time.monotonic() + patience_s
         self._wake.set()
-        self._thread.join(patience_s + _ANSWER_S)
+        self._thread.join(patience_s + (_ANSWER_S if self.joined else 0.0))
 
     def _join(self) -> Joined:
         answer = self._link.say(self._who)
         if not isinstance(answer, Joined):
             raise BadFrame("the host was told of a new worker, and said something else.")
         self.joined, self.live = answer, answer.live
-        self._who = msgspec.structs.replace(self._who, rank=answer.rank)
+        self._who = msgspec.structs.replace(self._who, rank=answer.rank, is_back=True)
         return answer
 
     def _beat_on(self) -> None:

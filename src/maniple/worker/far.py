@@ -96,7 +96,7 @@ class Far:
 
     def lender(self, number: int, terms: Terms) -> Borrower:
         """The leases of this worker's sampler `number`, by questions over a connection of their own."""
-        questions = Questions(self._door, who=self._who, count=self._count)
+        questions = self._new_questions()
         self._lenders.append(questions)
         return Borrower(questions.ask, number, terms, on_away=self._mind_absence)
 
@@ -106,7 +106,10 @@ class Far:
 
     @functools.cached_property
     def _questions(self) -> Questions:
-        return Questions(self._door, who=self._who, count=self._count)
+        return self._new_questions()
+
+    def _new_questions(self) -> Questions:
+        return Questions(self._door, who=self._who, count=self._count, is_over=lambda: self.is_over)
 
     def _who(self) -> tuple[int, int]:
         joined = self._control.joined

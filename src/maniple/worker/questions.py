@@ -18,9 +18,11 @@ _MAX_ANSWER_BYTES = 8 << 20
 class Questions:
     """What one worker asks, one question at a time. The connection is made at the first."""
 
-    def __init__(self, door: Door, *, who: Callable[[], tuple[int, int]], count: Count) -> None:
+    def __init__(
+        self, door: Door, *, who: Callable[[], tuple[int, int]], count: Count, is_over: Callable[[], bool]
+    ) -> None:
         self._link = Link(door, "ask")
-        self._who, self._count = who, count
+        self._who, self._count, self._is_over = who, count, is_over
         self._lock = threading.Lock()
         self._sequence = 0
 
@@ -29,24 +31,36 @@ class Questions:
         and the controller does not hear it twice."""
         deadline = time.monotonic() + timeout_s
         payload = _encode(request, info)
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout_s):
+            self._mind_deadline(0.0, request, timeout_s, "another thread's question is still under way")
+        try:
             self._sequence += 1
-            while True:
-                try:
-                    return self._say(request, payload, deadline)
-                except HostAway as error:
-                    self._mind_deadline(deadline, request, timeout_s, str(error))
-                    time.sleep(0.02)
-                except OSError as error:
-                    self._link.drop(str(error))
-                    self._mind_deadline(deadline, request, timeout_s, str(error))
-                except BadFrame as error:
-                    self._link.drop(str(error))
-                    raise
-                except BaseException as error:
-                    if not isinstance(error, ManipleError):  # interrupted: a late answer must not be another's
-                        self._link.drop("interrupted")
-                    raise
+            return self._insist(request, payload, deadline, timeout_s)
+        finally:
+            self._lock.release()
+
+    def _insist(self, request: str, payload: bytes, deadline: float, timeout_s: float) -> Any:
+        while True:
+            try:
+                return self._say(request, payload, deadline)
+            except HostAway as error:
+                if self._is_over():
+                    raise HostAway(
+                        f"nobody answers {request!r}: the run has ended. Look at worker.should_stop, and end."
+                    ) from None
+                self._mind_deadline(deadline, request, timeout_s, str(error))
+                time.sleep(0.02)
+            except BadFrame as error:
+                self._link.drop(str(error))
+                raise
+            except ManipleError:  # the answer
+                raise
+            except OSError as error:
+                self._link.drop(str(error))
+                self._mind_deadline(deadline, request, timeout_s, str(error))
+            except BaseException:  # a late answer must not be taken for that of another question
+                self._link.drop("interrupted")
+                raise
 
     def close(self) -> None:
         """Ask no more."""

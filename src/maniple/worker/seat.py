@@ -15,7 +15,7 @@ from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
-from maniple.sampler.table import Holder, Verdict
+from maniple.sampler.lease import Holder, Verdict
 
 if TYPE_CHECKING:
     from maniple.worker.questions import Questions
@@ -126,7 +126,7 @@ class Near:
         from maniple.worker.questions import Questions
 
         who = (self._holder.rank, self._holder.incarnation)
-        return Questions(self._door, who=lambda: who, count=self._count)
+        return Questions(self._door, who=lambda: who, count=self._count, is_over=lambda: self.is_over)
 
     def absence(self) -> None:
         """The host's memory is never away."""

@@ -1,0 +1,168 @@
+"""What does the control plane cost: how soon has a crowd joined, how long does a question take, how much memory is it?
+
+A host's server in a process of its own, on loopback TCP. In each round, a question is asked again and again, by one
+worker and one at a time: while nothing else goes on; while 2 workers exchange a model of 48 MiB without a pause; and
+after 200 workers have joined, all at once from 8 processes, which then only beat. An answer is written down before it
+is given. Seconds to join are from the starting signal to the last worker's "joined". Memory is what the server's
+process has grown by, without its libraries.
+
+    python benchmarks/control.py [--workers 200] [--questions 300] [--repeats 5]
+"""
+
+import argparse
+import contextlib
+import secrets
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maniple.center import Segment
+from maniple.center.link import Door
+from maniple.place import shared_memory
+from maniple.wire.address import Address
+from maniple.wire.messages import Join
+from maniple.worker.control import Control
+from maniple.worker.questions import Questions
+from measure import report
+from server import DEADLINE_S, MIB, PROCESSES, TOKEN, Plan, our_act, serve, settled_bytes, start, tell
+
+CROWDS = 8  # processes
+PAUSE_S = 0.005  # between two questions
+SITUATIONS = {
+    "idle": "nothing else goes on",
+    "exchanges": "2 workers exchange 48 MiB without a pause",
+    "crowd": "the other workers beat, and do nothing else",
+}
+
+
+def crowd(pipe: Any, address: Address, count: int) -> None:
+    """The control connections of `count` workers, in a process of their own: they join when told, and beat on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    members = [Control(Door(address, TOKEN), Join("node", 1, -1, 0), count=lambda: (0, 0, False)) for _ in range(count)]
+
+    def join(member: Control) -> None:
+        member.join(DEADLINE_S)
+        member.start()
+
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):  # the parent is gone
+        while pipe.poll(DEADLINE_S) and pipe.recv():
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(join, members))
+            pipe.send("joined")
+
+
+def train(pipe: Any, rank: int, plan: Plan) -> None:
+    """A worker that exchanges its model again and again, until it is killed."""
+    act = our_act(plan, "tcp", rank, np.ones(plan.size_bytes // 4, np.float32))
+    act()
+    pipe.send("ready")
+    while True:
+        act()
+
+
+def begin(stack: contextlib.ExitStack, act: Callable[..., None], *arguments: Any) -> Any:
+    """Start a process and wait until it is ready; gives the pipe to it."""
+    pipe, far = PROCESSES.Pipe()
+    start(stack, act, far, *arguments)
+    far.close()  # so that its death is noticed
+    if not pipe.poll(DEADLINE_S):
+        raise TimeoutError(f"{act.__name__} is not ready after {DEADLINE_S:g} s")
+    pipe.recv()
+    return pipe
+
+
+def ask(questions: Questions, count: int) -> list[float]:
+    """The milliseconds that each of `count` questions took."""
+    found = []
+    for _ in range(count):
+        before = time.perf_counter()
+        questions.ask("next", {}, timeout_s=DEADLINE_S)
+        found.append(1e3 * (time.perf_counter() - before))
+        time.sleep(PAUSE_S)
+    return found
+
+
+@contextlib.contextmanager
+def host() -> Generator[tuple[contextlib.ExitStack, Plan, int, Questions]]:
+    """A fresh server, and somebody who asks it."""
+    with contextlib.ExitStack() as stack:
+        run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maniple-")))
+        for part in ("events", "center"):
+            (run / part).mkdir()
+        segment = Segment.create(shared_memory(), secrets.token_hex(8), run)
+        stack.callback(segment.remove)
+        listener = stack.enter_context(Address().listen())
+        address = Address(port=listener.getsockname()[1])
+        plan = Plan(48 * MIB, 12, 2, run, segment.path, {"tcp": address})
+        server = serve(stack, plan, [listener])
+        questions = Questions(Door(address, TOKEN), who=lambda: (0, 0), count=lambda: (0, 0, False))
+        stack.callback(questions.close)
+        ask(questions, 10)
+        settled_bytes(server)  # it has loaded its kernels
+        yield stack, plan, server, questions
+
+
+def idle_and_exchanges(count: int) -> dict[str, list[float]]:
+    """The milliseconds of questions to a server with nothing else to do, and to one that moves values."""
+    with host() as (stack, plan, _, questions):
+        found = {"idle": ask(questions, count)}
+        for rank in range(2):
+            begin(stack, train, rank, plan)
+        return found | {"exchanges": ask(questions, count)}
+
+
+def crowded(workers: int, count: int) -> tuple[list[float], float, float]:
+    """The milliseconds of questions beside a crowd, the seconds in which it joined, and its bytes per worker."""
+    with host() as (stack, plan, server, questions):
+        before_bytes = settled_bytes(server)
+        pipes = [begin(stack, crowd, plan.addresses["tcp"], workers // CROWDS) for _ in range(CROWDS)]
+        before = time.perf_counter()
+        tell(pipes, "join")
+        join_s = time.perf_counter() - before
+        found = ask(questions, count)
+        return found, join_s, (settled_bytes(server) - before_bytes) / workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=200, help=f"a multiple of {CROWDS}")
+    parser.add_argument("--questions", type=int, default=300, help="per situation and round")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    found: dict[str, list[float]] = {name: [] for name in SITUATIONS}
+    joins_s, sizes_bytes = [], []
+    for _ in range(options.repeats):
+        for name, milliseconds in idle_and_exchanges(options.questions).items():
+            found[name] += milliseconds
+        milliseconds, join_s, each_bytes = crowded(options.workers, options.questions)
+        found["crowd"] += milliseconds
+        joins_s.append(join_s)
+        sizes_bytes.append(each_bytes)
+    table = [
+        {
+            "situation": name,
+            "median, ms": statistics.median(values),
+            "95 %, ms": statistics.quantiles(values, n=20)[-1],
+            "longest, ms": max(values),
+            "what": SITUATIONS[name],
+        }
+        for name, values in found.items()
+    ]
+    facts = {"questions": options.questions, "repeats": options.repeats}
+    report("control-ask", "a question to the controller", table, **facts)
+    joined = {"workers": options.workers, "all joined, s": statistics.median(joins_s), "slowest round, s": max(joins_s)}
+    joined |= {"memory of the server per worker, kB": statistics.median(sizes_bytes) / 1e3}
+    report("control-join", "a crowd of workers", [joined], **facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Leases with real workers: each sample once per epoch, however fast they are; at least once when some are killed.
+
+Each worker writes down the samples that it has trained on, after the step, pass by pass. A lease that was left
+behind may be handed out in a later pass, so samples are counted over all epochs.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .conftest import MANIPLE, PATIENCE_S, await_
+
+COMMON = """
+    import json, os, sys, time
+    from pathlib import Path
+    import numpy as np, maniple
+    worker = maniple.join()
+    told = json.loads(sys.argv[1])
+    name = f"{worker.rank}-{os.getpid()}"
+    seen = open(f"seen-{name}", "ab", buffering=0)
+
+    def note(epoch, indices):
+        seen.write(np.column_stack([np.full(len(indices), epoch), indices]).astype("int64").tobytes())
+
+    def gate(file):
+        Path(f"at-{file}-{name}").touch()
+        while not os.path.exists(file) and not worker.is_over:
+            time.sleep(0.005)
+"""
+TRAINING = (
+    COMMON
+    + """
+    params = {"w": np.zeros(10)}
+    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(told.get("every", 5)))
+    sampler = worker.sampler(told["count"])
+    gate("start")
+    passes, steps = [], 0
+    while not worker.should_stop and sampler.epoch < told.get("epochs", 99):
+        if (file := told.get("gates", {}).get(str(sampler.epoch))):
+            gate(file)
+        passes.append(0)
+        for batch in sampler.batches(told["batch"]):
+            params["w"] += 1
+            replica.step()
+            note(sampler.epoch - 1, batch)
+            passes[-1] += len(batch)
+            steps += 1
+            if steps == told.get("pause"):
+                gate("go")
+            if told.get("leaves", -1) == worker.rank and passes[-1] >= 3 * told["batch"]:
+                break
+            time.sleep(told["delays"][worker.rank % len(told["delays"])])
+    print("passes", passes, flush=True)
+"""
+)
+
+
+class Seen:
+    """What the workers in `folder` have written down so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self, pattern: str = "*") -> np.ndarray:
+        """Epoch and index of each sample, in the order of training for one worker."""
+        found = [np.fromfile(path, "int64").reshape(-1, 2) for path in self.folder.glob(f"seen-{pattern}")]
+        return np.concatenate([np.zeros((0, 2), "int64"), *found])
+
+    def samples(self, pattern: str = "*") -> int:
+        return sum(path.stat().st_size // 16 for path in self.folder.glob(f"seen-{pattern}"))
+
+    def counts(self, count: int) -> np.ndarray:
+        """How often each sample was trained on."""
+        return np.bincount(self.rows()[:, 1], minlength=count)
+
+    def await_more(self, samples: int, pattern: str = "*") -> None:
+        """Until so many more were trained on."""
+        wanted = self.samples(pattern) + samples
+        await_(lambda: self.samples(pattern) >= wanted)
+
+    def await_gate(self, file: str, count: int) -> None:
+        """Until so many workers stand at a gate."""
+        await_(lambda: len(list(self.folder.glob(f"at-{file}-*"))) >= count)
+
+    def open(self, file: str) -> None:
+        (self.folder / file).touch()
+
+    def assert_covered(self, count: int, epochs: int, *, again: int) -> None:
+        """Each sample in each epoch, and no more than `again` of them more often."""
+        counts = self.counts(count)
+        assert counts.min() >= epochs, f"{(counts < epochs).sum()} samples were not trained on {epochs} times"
+        assert counts.sum() - count * epochs <= again
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Seen:
+    return Seen(tmp_path)
+
+
+def told(**values: object) -> str:
+    return json.dumps({"delays": [0.001]} | values)
+
+
+def ended(worker: subprocess.Popen[str]) -> list[int]:
+    """The samples of each pass of a worker that has ended well."""
+    output = worker.communicate(timeout=PATIENCE_S)[0]
+    assert worker.returncode == 0, output
+    return eval(output.rpartition("passes ")[2])
+
+
+def test_each_sample_of_50000_in_5_epochs_though_3_of_8_workers_are_killed_and_2_come_late(serve, seen):
+    count, epochs, batch, chunk = 50_000, 5, 50, 390
+    dice = random.Random()
+    delays = [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004]
+    settings = told(count=count, epochs=epochs, batch=batch, delays=delays, gates={"2": "go", "4": "last"})
+    host = serve()
+    workers = [host.join(TRAINING, settings) for _ in range(8)]
+    seen.await_gate("start", 8)
+    ranks = {int(path.name.split("-")[3]): int(path.name.split("-")[2]) for path in seen.folder.glob("at-start-*")}
+    victims = dice.sample(workers, 3)
+    seen.open("start")
+
+    def kill(victim: subprocess.Popen[str]) -> None:
+        seen.await_more(batch * dice.randrange(2, 30), f"{ranks[victim.pid]}-*")
+        victim.kill()
+
+    for victim in victims[:2]:
+        kill(victim)
+    seen.await_gate("go", 6)
+    late = [host.join(TRAINING, settings) for _ in range(2)]
+    seen.await_gate("start", 10)
+    seen.await_gate("go", 8)
+    seen.open("go")
+    kill(victims[2])
+    seen.open("last")
+    for worker in workers:
+        if worker not in victims:
+            assert len(ended(worker)) == epochs
+    late_passes = [ended(worker) for worker in late]
+    assert host.end() == 0, host.output
+    lost = len(host.events("server", "lost"))
+    assert lost >= 3
+    # A dead worker has recorded at most the lease it was at, one that was drawn and one that no exchange had settled.
+    seen.assert_covered(count, epochs, again=3 * chunk * lost)
+    for passes in late_passes:
+        assert passes[0] + passes[1] <= 3 * chunk * lost, "the epochs that are over bring only what was left behind"
+        assert sum(passes[2:]) > 0
+    rows = seen.rows()
+    for epoch in range(epochs):
+        missing = count - len(np.unique(rows[rows[:, 0] == epoch, 1]))
+        assert missing <= 3 * chunk * lost, "and only what was left behind came in a later pass"
+
+
+def test_each_sample_exactly_once_per_epoch_and_fast_workers_take_more(start, seen):
+    count, batch = 12_000, 32
+    settings = told(count=count, batch=batch, delays=[0.001, 0.002, 0.004, 0.008])
+    run = start(TRAINING, "-n", "4", "--max-epochs", "3", args=(settings,))
+    seen.await_gate("start", 4)
+    seen.open("start")
+    assert run.wait() == 0, run.output
+    np.testing.assert_array_equal(seen.counts(count), 3)
+    rows = seen.rows()
+    for epoch in range(3):
+        assert (np.bincount(rows[rows[:, 0] == epoch, 1], minlength=count) == 1).all()
+    assert seen.samples("0-*") > seen.samples("3-*") > 0
+
+
+def test_worker_that_leaves_its_passes_early_keeps_nobody_waiting_and_loses_nothing(start, seen):
+    count, batch = 3000, 20
+    run = start(TRAINING, "-n", "2", args=(told(count=count, batch=batch, epochs=3, leaves=0, delays=[0, 0.001]),))
+    seen.await_gate("start", 2)
+    seen.open("start")
+    assert run.wait() == 0, run.output
+    assert seen.samples("0-*") == 3 * 3 * batch
+    seen.assert_covered(count, 3, again=3 * 64)
+
+
+@pytest.mark.parametrize("how", ["memory", "snapshot"])
+def test_epoch_goes_on_after_the_host_was_killed(start, seen, how):
+    count, batch, chunk = 6000, 20, 64
+    settings = told(count=count, batch=batch, pause=200)  # in the second epoch, for two equal workers
+    options = ("--max-epochs", "3", "--snapshot-every", "0.3")
+    run = start(TRAINING, "-n", "2", *options, args=(settings,))
+    seen.open("start")
+    seen.await_gate("go", 2)
+    before = len(run.events("host", "snapshot"))
+    run.await_event("host", "snapshot", count=before + 2)  # one that was begun after all had stopped
+    run.kill()
+    at = seen.samples()
+    if how == "snapshot":
+        memory = Path(os.environ["MANIPLE_SHM"])
+        for segment in memory.iterdir():
+            shutil.rmtree(segment)
+    seen.open("go")
+    command = [str(MANIPLE), "run", "-n", "2", *options, "--resume", "runs/run0", "script0.py", settings]
+    again = subprocess.run(command, cwd=seen.folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert again.returncode == 0, again.stderr
+    assert count < at < 2 * count
+    seen.assert_covered(count, 3, again=2 * 3 * chunk)
+
+
+LOADING = (
+    COMMON
+    + """
+    import torch
+    from torch.utils.data import DataLoader, Dataset, Sampler
+    torch.set_num_threads(1)
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return told["count"]
+
+        def __getitem__(self, index):
+            return index
+
+    data, model = Numbers(), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    worker.share(model, optimizer, pace=maniple.Every(3))
+    sampler = worker.sampler(data)
+    assert isinstance(sampler, Sampler)
+    loader = DataLoader(data, batch_size=told["batch"], sampler=sampler, num_workers=2, persistent_workers=True)
+    gate("start")
+    passes = []
+    while not worker.should_stop:
+        passes.append(0)
+        for indices in loader:
+            optimizer.zero_grad()
+            model(indices[:, None].float() / told["count"]).mean().backward()
+            optimizer.step()
+            note(sampler.epoch - 1, indices.numpy())
+            passes[-1] += len(indices)
+            if worker.rank == 0 and len(passes) == 2 and passes[-1] == told["pause"]:
+                gate("go")
+    Path(f"passes-{name}").write_text(repr(passes))
+"""
+)
+
+
+def test_what_a_loader_had_drawn_for_a_killed_worker_is_trained_on_and_its_successor_finds_its_epoch(start, seen):
+    count, batch, chunk = 3000, 10, 64
+    settings = told(count=count, batch=batch, pause=13 * batch)  # in the middle of a chunk of its second pass
+    run = start(LOADING, "-n", "2", "--restarts", "1", "--max-epochs", "3", args=(settings,))
+    seen.await_gate("start", 2)
+    seen.open("start")
+    seen.await_gate("go", 1)
+    os.kill(run.pid(0), signal.SIGKILL)
+    seen.open("go")
+    assert run.wait() == 0, run.output
+    seen.assert_covered(count, 3, again=4 * chunk)
+    (successor,) = seen.folder.glob("passes-0-*")
+    passes = eval(successor.read_text())
+    assert len(passes) == 3
+    assert passes[0] <= 4 * chunk, "the first epoch is over"
+
+
+def test_training_goes_on_while_the_server_or_the_whole_host_is_away_and_nothing_is_lost(serve, seen):
+    count, batch, chunk = 20_000, 20, 156
+    settings = told(count=count, batch=batch, epochs=2, delays=[0.002], gates={"1": "last"})
+    host = serve()
+    workers = [host.join(TRAINING, settings) for _ in range(2)]
+    seen.await_gate("start", 2)
+    seen.open("start")
+    seen.await_more(10 * batch)
+    os.kill(host.server_pid, signal.SIGKILL)
+    host.await_event("host", "server", count=2)
+    seen.await_more(10 * batch)
+    host.kill()
+    for rank in (0, 1):
+        seen.await_more(6 * chunk, f"{rank}-*")  # more than any of them had lent
+    again = serve(name="serve0")
+    seen.open("last")
+    assert all(len(ended(worker)) == 2 for worker in workers)
+    assert again.end() == 0, again.output
+    assert (seen.counts(count) >= 2).all()

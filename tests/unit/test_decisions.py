@@ -1,0 +1,321 @@
+"""What the default controller decides, told what happened and when. No worker, no clock."""
+
+import math
+
+import msgspec
+import pytest
+
+from maniple.decisions import Decisions, Known, number_of
+from maniple.errors import InvalidArgument
+from maniple.place import Limits
+
+A, B, C = (0, 1), (1, 1), (2, 1)  # workers: rank and incarnation
+NOW = 1000.0
+
+
+def decided(**limits) -> Decisions:
+    return Decisions(Limits(**limits))
+
+
+class Kept:
+    """What the controller has done besides answering."""
+
+    live = 2
+
+    def __init__(self) -> None:
+        self.acts: list[str] = []
+
+    def keep_candidate(self) -> None:
+        self.acts.append("candidate")
+
+    def discard_candidate(self) -> None:
+        self.acts.append("discard")
+
+    def keep_best(self) -> None:
+        self.acts.append("best")
+
+
+def test_batches_are_the_sum_over_workers_and_their_lives():
+    made = decided()
+    made.count(A, 10, 100)
+    made.count(B, 7, 70)
+    assert (made.batches, made.samples) == (17, 170)
+    made.count(A, 12, 120)
+    assert (made.batches, made.samples) == (19, 190), "a worker tells its sum, not what is new"
+    made.count((0, 2), 3, 30)
+    assert (made.batches, made.samples) == (22, 220), "what a worker made before it died still counts"
+
+
+def test_counts_that_come_late_or_twice_change_nothing():
+    made = decided()
+    for steps in (10, 4, 10):
+        made.count(A, steps, 10 * steps)
+    assert (made.batches, made.samples) == (10, 100)
+
+
+def test_batches_told_by_done_add_up_and_are_not_counted_twice():
+    made = decided()
+    for _ in range(3):
+        made.answer(A, "next", {"done": 5})
+    assert made.batches == 15
+    made.count(A, 14, 0)  # it shares a model as well: the same batches, counted in another way
+    assert made.batches == 15
+    made.count(A, 16, 0)
+    assert made.batches == 16
+
+
+def test_without_limits_everybody_trains_for_ever():
+    made = decided()
+    for number in range(100):
+        made.count(A, number, number)
+        assert made.answer(A, "next", {}) == "train"
+        assert made.mind_limits(NOW + 1e6 * number) == ""
+
+
+def test_everybody_stops_at_max_batches():
+    made = decided(max_batches=20)
+    made.count(A, 10, 0)
+    made.count(B, 9, 0)
+    assert made.mind_limits(NOW) == ""
+    assert made.next(A) == "train"
+    made.count(B, 10, 0)
+    assert "--max-batches 20" in made.mind_limits(NOW)
+    assert [made.next(who) for who in (A, B, C)] == ["stop"] * 3
+
+
+def test_everybody_stops_after_total_duration_since_the_first_sign_of_life():
+    made = decided(total_duration=60)
+    assert made.mind_limits(NOW) == ""
+    assert made.mind_limits(NOW + 59.9) == ""
+    assert "60 s" in made.mind_limits(NOW + 60)
+    assert made.next(A) == "stop"
+
+
+def test_first_reason_to_stop_stays():
+    made = decided(max_batches=1)
+    made.stop("enough")
+    made.stop("more than enough")
+    made.count(A, 5, 0)
+    assert made.mind_limits(NOW) == "enough"
+    nameless = decided()
+    nameless.stop("")
+    assert nameless.mind_limits(NOW), "a stop without a reason is a stop"
+
+
+def test_one_worker_validates_while_the_others_train():
+    made = decided(validate_every=10)
+    assert made.next(A) == "train"
+    made.count(A, 10, 0)
+    assert [made.next(who) for who in (B, A, C)] == ["validate", "train", "train"]
+    made.count(A, 50, 0)
+    assert made.next(A) == "train", "however many batches are made meanwhile"
+    made.validated(B, 1.0)
+    assert made.next(A) == "validate"
+
+
+def test_next_validation_is_counted_from_the_beginning_of_the_last():
+    made = decided(validate_every=10)
+    made.count(A, 12, 0)
+    assert made.next(A) == "validate"
+    made.count(B, 9, 0)
+    made.validated(A, 1.0)
+    assert made.next(B) == "train"
+    made.count(B, 10, 0)
+    assert made.next(B) == "validate"
+
+
+def test_dead_validator_is_replaced_at_once():
+    made, dead = decided(validate_every=10), set()
+    made.is_alive = lambda who: who not in dead
+    made.count(A, 10, 0)
+    assert made.next(A) == "validate"
+    assert made.next(B) == "train"
+    dead.add(A)
+    assert made.next(B) == "validate"
+    assert made.next(C) == "train"
+    made.validated(B, 0.5)
+    assert made.known.best == 0.5
+
+
+def test_late_loss_of_a_replaced_validator_does_not_end_the_other_one():
+    made, dead = decided(validate_every=10), set()
+    made.is_alive = lambda who: who not in dead
+    made.count(A, 10, 0)
+    made.next(A)
+    dead.add(A)  # it was only stopped for a while
+    made.next(B)
+    made.validated(A, 0.5)
+    assert made.known.validator == B
+    made.count(B, 90, 0)
+    assert made.next(C) == "train"
+
+
+def test_validator_that_asks_on_without_a_loss_has_given_up():
+    """Its answer was lost to a deadline, say. Else nobody would ever validate again."""
+    made = decided(validate_every=10)
+    made.count(A, 10, 0)
+    assert made.next(A) == "validate"
+    assert made.next(A) == "train"
+    made.count(A, 20, 0)
+    assert made.next(B) == "validate"
+
+
+def test_nobody_validates_after_the_stop():
+    made = decided(validate_every=1, max_batches=5)
+    made.count(A, 5, 0)
+    made.mind_limits(NOW)
+    assert made.next(A) == "stop"
+
+
+def test_best_is_the_lowest_finite_loss():
+    made = decided()
+    assert [made.validated(A, loss) for loss in (3.0, 2.0, 2.0, math.nan, math.inf, -math.inf, 2.5, 1.0)] == [
+        True, True, False, False, False, False, False, True,
+    ]  # fmt: skip
+    assert made.known.best == 1.0
+
+
+def test_patience_counts_validations_in_a_row():
+    made = decided(patience=3)
+    for loss in (3.0, 4.0, 4.0, 2.0, 4.0, 4.0):
+        made.validated(A, loss)
+        assert not made.known.reason
+    made.validated(A, 4.0)
+    assert "--patience" in made.known.reason
+    assert "the best was 2" in made.known.reason
+
+
+def test_losses_that_are_not_finite_use_patience_up():
+    made = decided(patience=2)
+    made.validated(A, math.nan)
+    assert not made.known.reason
+    made.validated(A, math.inf)
+    assert "none was finite" in made.known.reason
+
+
+def test_without_patience_bad_losses_stop_nobody():
+    made = decided()
+    made.validated(A, 1.0)
+    for _ in range(100):
+        made.validated(A, 2.0)
+    assert made.next(A) == "train"
+
+
+def test_answers_of_the_default_controller():
+    made, kept = decided(validate_every=2, patience=1), Kept()
+    made.powers = kept
+    assert made.answer(A, "next", {"done": 1}) == "train"
+    assert made.answer(A, "next", {"done": 1}) == "validate"
+    assert made.answer(A, "validated", {"loss": 0.5}) == {"best": True, "stop": False}
+    assert made.answer(B, "next", {"done": 2}) == "validate"
+    assert made.answer(B, "validated", {"loss": 0.7}) == {"best": False, "stop": True}
+    assert made.answer(A, "next", {"done": 1}) == "stop"
+    assert kept.acts == ["candidate", "best", "candidate", "discard"]
+
+
+def test_anybody_can_stop_everybody():
+    made = decided()
+    assert made.answer(B, "stop", {"reason": "the lights went out"}) == {"stop": True}
+    assert made.mind_limits(NOW) == "the lights went out"
+    assert made.answer(A, "next", {}) == "stop"
+
+
+def test_worker_whose_samples_are_finished_stops_alone():
+    made = decided(validate_every=1)
+    made.count(A, 5, 0)
+    assert made.answer(A, "next", {}, is_finished=True) == "stop"
+    assert made.answer(B, "next", {}) == "validate"
+
+
+@pytest.mark.parametrize("loss", [None, "nan", "inf", math.nan])
+def test_loss_without_a_number_in_json_is_no_best(loss):
+    made = decided()
+    assert made.answer(A, "validated", {"loss": loss})["best"] is False
+
+
+def test_unknown_request_is_refused_with_those_that_are_known():
+    with pytest.raises(InvalidArgument, match=r"'nxet'.*'next', 'validated' and 'stop'.*--controller"):
+        decided().answer(A, "nxet", {})
+
+
+@pytest.mark.parametrize(
+    ("request_", "info"),
+    [
+        ("validated", {}),
+        ("validated", {"loss": "low"}),
+        ("validated", {"loss": [1.0]}),
+        ("next", {"done": "some"}),
+        ("next", {"done": None}),
+        ("next", {"done": math.inf}),
+        ("next", {"done": -1}),
+    ],
+)
+def test_what_is_no_number_is_refused_and_counts_for_nothing(request_, info):
+    made = decided()
+    with pytest.raises(InvalidArgument, match=f"'{request_}' came with "):
+        made.answer(A, request_, info)
+    assert (made.batches, made.known.misses) == (0, 0)
+
+
+def test_numbers_may_come_as_words():
+    assert number_of({"loss": "0.25"}, "loss", "validated") == 0.25
+
+
+def test_workers_are_heard_more_often_as_the_limit_comes_near():
+    made = decided(max_batches=1000)
+    made.mind_limits(NOW)
+    assert made.within_s(NOW) == 1.0, "nothing is known yet"
+    made.count(A, 100, 0)
+    assert made.within_s(NOW + 10) == 1.0, "90 s are left"
+    made.count(A, 990, 0)
+    assert made.within_s(NOW + 99) == pytest.approx(0.5), "1 s is left: halfway there"
+    made.count(A, 999, 0)
+    assert made.within_s(NOW + 99.9) == pytest.approx(0.05), "no more than 20 times a second"
+    made.count(A, 1005, 0)
+    assert made.within_s(NOW + 101) == 0.05
+
+
+def test_workers_are_heard_when_the_time_is_over():
+    made = decided(total_duration=10)
+    made.mind_limits(NOW)
+    assert made.within_s(NOW + 1) == 1.0
+    assert made.within_s(NOW + 9.6) == pytest.approx(0.4)
+    assert made.within_s(NOW + 11) == 0.05
+
+
+def test_without_limits_workers_are_heard_once_a_second():
+    made = decided()
+    made.count(A, 10**9, 0)
+    assert made.within_s(NOW) == 1.0
+
+
+def test_all_that_is_known_survives_json():
+    made = decided(validate_every=2, patience=5)
+    made.mind_limits(NOW)
+    made.answer(A, "next", {"done": 3})
+    made.validated(B, 0.5)
+    again = msgspec.json.decode(msgspec.json.encode(made.known), type=Known)
+    assert again == made.known
+    assert Decisions(made.limits, again).next(B) == "train", "the validator is known"
+
+
+def test_run_that_goes_on_forgets_why_it_stopped_and_nothing_else():
+    made = decided(max_batches=10, patience=1, validate_every=10)
+    made.mind_limits(NOW)
+    made.count(A, 10, 100)
+    made.validated(A, 0.5)
+    made.validated(A, 0.6)
+    made.mind_limits(NOW)
+    known = made.known
+    known.begin_again()
+    again = Decisions(Limits(max_batches=20, patience=1), known)
+    assert again.next(A) == "train"
+    assert (again.batches, again.samples, known.best, known.misses) == (10, 100, 0.5, 0)
+    assert again.mind_limits(NOW + 1000) == ""
+    assert known.started == NOW + 1000, "--total-duration is counted anew"
+
+
+def test_two_runs_of_one_process_know_nothing_of_each_other():
+    first, second = Decisions(), Decisions()
+    first.count(A, 5, 5)
+    assert second.batches == 0
