@@ -36,6 +36,8 @@ bench: $(STAMP)  ## measure footprint, exchanges, speed-ups: tables, and JSON in
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/feed.py
+	$(BIN)/python benchmarks/leases.py
+	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/rate.py
 	$(BIN)/python benchmarks/speedup.py

@@ -1,6 +1,6 @@
 """Platoon's own stories of failure: here each of them ends well.
 
-One more, "the last minibatches were lost", belongs to the feed of data, and has its place here.
+One more, "the last minibatches were lost", is told in test_feed.py.
 """
 
 import textwrap

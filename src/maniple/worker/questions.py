@@ -19,7 +19,12 @@ class Questions:
     """What one worker asks, one question at a time. The connection is made at the first."""
 
     def __init__(
-        self, door: Door, *, who: Callable[[], tuple[int, int]], count: Count, is_over: Callable[[], bool]
+        self,
+        door: Door,
+        *,
+        who: Callable[[], tuple[int, int]],
+        count: Count,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link = Link(door, "ask")
         self._who, self._count, self._is_over = who, count, is_over
