@@ -163,9 +163,22 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a new process takes over: all but a place and wishes for one, which are settled and written anew."""
-    # A device for all may be said by its variable alone.
-    dropped = {name for name in _variables(Place()) if name.startswith("MANIPLE_")} - {"MANIPLE_DEVICE"}
-    return {name: value for name, value in env.items() if name not in dropped}
+    # A device for all may be said by its variable alone, but not that of the worker whose script starts another run.
+    kept = set[str]() if _is_worker(env) else {"MANIPLE_DEVICE"}
+    return {name: value for name, value in env.items() if name not in set(own_variables()) - kept}
+
+
+def own_variables() -> list[str]:
+    """The variables of a place that are maniple's own."""
+    return [name for name in _variables(Place()) if name.startswith("MANIPLE_")]
+
+
+def joining(place: Place, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of a process that joins the host of `place`, whoever starts it."""
+    kept = {name: env[name] for name in ("MANIPLE_TOKEN", "MANIPLE_CERTIFICATE", "MANIPLE_DEVICE") if name in env}
+    others = {name: value for name, value in env.items() if name not in _variables(Place())}
+    told = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
+    return others | kept | told
 
 
 def setting_variable(key: str) -> str:
@@ -180,15 +193,14 @@ def set_by_person(keys: Iterable[str], env: Mapping[str, str] = os.environ) -> d
     Inside a worker, the variables of its place were written by a launcher, and say nothing of a run that the
     worker's script may start itself.
     """
-    told = set(_variables(Place())) if "MANIPLE_RESTARTED" in env else set[str]()
+    told = set(_variables(Place())) if _is_worker(env) else set[str]()
     names = {key: setting_variable(key) for key in keys}
     return {key: env[name] for key, name in names.items() if env.get(name) and name not in told}
 
 
 def personal_settings(env: Mapping[str, str] = os.environ) -> Path:
     """The file of one person's settings for all runs."""
-    home = Path(env.get("HOME") or "~").expanduser()
-    return Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "maniple.yaml"
+    return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "/") / ".config") / "maniple.yaml"
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> Path:
@@ -198,7 +210,12 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> Path:
 
 def asked_threads(env: Mapping[str, str] = os.environ) -> set[str]:
     """The thread variables that the user has set already; they are left as they are."""
-    return {name for name in THREAD_VARIABLES if name in env}
+    return set() if _is_worker(env) else {name for name in THREAD_VARIABLES if name in env}
+
+
+def _is_worker(env: Mapping[str, str]) -> bool:
+    """A launcher has written this environment, not a person."""
+    return "MANIPLE_RESTARTED" in env
 
 
 def _refuse_other_launchers(env: Mapping[str, str]) -> None:

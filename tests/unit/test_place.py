@@ -15,6 +15,7 @@ from maniple.place import (
     environment,
     find,
     inherited,
+    joining,
     personal_settings,
     set_by_person,
     setting_variable,
@@ -125,3 +126,22 @@ def test_what_a_launcher_wrote_for_its_worker_is_nobody_s_wish():
 def test_personal_settings_stand_where_others_have_theirs():
     assert personal_settings({"HOME": "/home/ada"}) == Path("/home/ada/.config/maniple.yaml")
     assert personal_settings({"HOME": "/home/ada", "XDG_CONFIG_HOME": "/etc/ada"}) == Path("/etc/ada/maniple.yaml")
+
+
+def test_a_worker_that_joins_another_host_takes_nothing_of_its_own_place_along():
+    outer = environment(Place(rank=1, world=2, segment=Path("/dev/shm/outer"), token="theirs", restarts=0))
+    there = joining(Place(address="10.0.0.9:29400", token="ours"), outer | {"PATH": "/bin"})
+    place = find(there)
+    assert (place.segment, place.rank, place.token) == (None, 0, "ours")
+    assert place.address == "10.0.0.9:29400"
+    assert there["PATH"] == "/bin"
+    kept = joining(Place(address="10.0.0.9:29400"), {"MANIPLE_TOKEN": "t", "MANIPLE_CERTIFICATE": "c.pem"})
+    assert (find(kept).token, find(kept).certificate) == ("t", Path("c.pem"))
+
+
+def test_a_run_inside_a_worker_does_not_take_its_threads_and_device_for_a_wish():
+    written = environment(Place(segment=Path("/dev/shm/outer"), device="cuda:3")) | {"OMP_NUM_THREADS": "8"}
+    assert asked_threads(written) == set()
+    assert "MANIPLE_DEVICE" not in inherited(written)
+    assert asked_threads({"OMP_NUM_THREADS": "8"}) == {"OMP_NUM_THREADS"}
+    assert inherited({"MANIPLE_DEVICE": "cpu"}) == {"MANIPLE_DEVICE": "cpu"}

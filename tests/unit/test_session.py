@@ -329,3 +329,15 @@ def test_option_that_is_added_later_works_from_everywhere(monkeypatch):
     assert call(later, "in/session.yaml").endswith("in/mine.py:Mine")
     write("in/session.yaml", "script: a.py\nfeed: one.py")
     assert "('feed', (PosixPath('in/one.py'),))" in call(later, "in/session.yaml")
+
+
+def test_a_producer_s_script_begins_at_the_folder_of_its_file_too(monkeypatch):
+    write("exp/session.yaml", "script: train.py\nfeed: ['produce.py --size 64', valid.py]")
+    assert shown("exp/session.yaml")["feed"][0] == "'exp/produce.py --size 64' exp/valid.py"
+    write("exp/session.yaml", "script: train.py")
+    monkeypatch.setenv("MANIPLE_FEED", "produce.py --size 64")
+    assert shown("exp/session.yaml")["feed"][0] == "'produce.py --size 64'"
+
+
+def test_a_home_that_is_nobody_s_is_named_with_its_line():
+    assert "session.yaml:2: '~nobody-of-this-name/x'" in refusal("script: a.py\nruns: ~nobody-of-this-name/x")

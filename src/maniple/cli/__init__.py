@@ -57,9 +57,7 @@ def cli() -> None:
     metavar="K",
     help="Start a dead worker again, up to K times each.",
 )
-@click.option(
-    "--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a port of choice with :0."
-)
+@click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",
     "feeds",
@@ -73,7 +71,7 @@ def cli() -> None:
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
-    """Run SCRIPT on several workers of this machine.
+    """Run SCRIPT on several workers, of this machine or of --hosts.
 
     What follows SCRIPT is its own: {rank} and {world} in it become each worker's numbers. The run folder
     (runs/NAME) gets the events, the logs of each worker and the shared parameters.

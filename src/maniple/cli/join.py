@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from maniple.errors import InvalidArgument
-from maniple.place import Place, environment
+from maniple.place import Place, joining
 from maniple.wire.address import Address
 
 
@@ -47,10 +47,7 @@ def join(
     if not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
     place = _reach(host, token_file, certificate).told(device=device)
-    env = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
-    if place.token is None:
-        env.pop("MANIPLE_TOKEN", None)
-    os.execve(sys.executable, [sys.executable, str(script), *args], os.environ | env)
+    os.execve(sys.executable, [sys.executable, str(script), *args], joining(place))
 
 
 def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:

@@ -46,9 +46,7 @@ def settings(command: Command) -> Command:
             click.option(
                 "--seed",
                 type=int,
-                default=DEFAULT_SEED,
-                show_default=True,
-                help="The run's seed; each worker's own derives from it.",
+                help=f"The run's seed; each worker's own derives from it. Default: {DEFAULT_SEED}, or as resumed.",
             ),
             click.option(
                 "--resume",

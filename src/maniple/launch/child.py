@@ -37,7 +37,7 @@ class Child:
     ) -> int:
         """Start `command`; gives its process id."""
         with log.open("ab") as file:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
                 env=inherited() | {"PYTHONUNBUFFERED": "1"} | dict(env),
                 stdin=stdin,
@@ -46,8 +46,10 @@ class Child:
                 start_new_session=True,  # a group of its own: it and its children are ended together
                 pass_fds=descriptors,
             )
-        self.descriptor = os.pidfd_open(self._process.pid)
-        return self._process.pid
+        # Both or none: a signal that ends the run may come between any two lines. A process that nobody knows of yet
+        # ends with the launcher.
+        self._process, self.descriptor = process, os.pidfd_open(process.pid)
+        return process.pid
 
     def write(self, data: bytes) -> None:
         """Give it something to read, if it was started with a pipe; one that has ended reads no more."""

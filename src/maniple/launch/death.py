@@ -10,7 +10,8 @@ _LAST_LINES = 20
 def reason(exit_code: int) -> str:
     """How it ended."""
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        known = -exit_code in signal.Signals.__members__.values()
+        return f"was killed by {signal.Signals(-exit_code).name if known else f'signal {-exit_code}'}"
     return f"ended with exit code {exit_code}"
 
 

@@ -13,7 +13,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
+from maniple.place import HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -31,7 +31,7 @@ class Job:
     restarts: int = 0  # how often each worker may be started again
     name: str | None = None
     runs: Path = Path("runs")
-    seed: int = DEFAULT_SEED
+    seed: int | None = None  # None: that of a run that goes on, else 1
     bind: bool = True  # give each worker cores of its own
     quiet: bool = False
     wire: str | None = None  # how values travel to workers elsewhere
@@ -55,7 +55,7 @@ class Job:
             raise InvalidArgument(f"{self.workers} workers cannot be started (1 to {MAX_WORKERS}). Write -n 2.")
         if self.restarts < 0:
             raise InvalidArgument(f"--restarts {self.restarts} is below 0. Write --restarts 3, or leave it out.")
-        if self.seed < 0:
+        if self.seed is not None and self.seed < 0:
             raise InvalidArgument(f"--seed {self.seed} is below 0. Write --seed 1.")
         if self.snapshot_every_s < 0 or self.keep < 1 or not self.host_deadline_s > 0:
             raise InvalidArgument(

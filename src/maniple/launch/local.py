@@ -49,6 +49,8 @@ def run_local(job: Job) -> int:
 def _begin(job: Job) -> "_Run":
     if (run := job.resume) is not None:
         job = _remembered(job, run)
+    job = replace(job, seed=DEFAULT_SEED if job.seed is None else job.seed)
+    if run is not None:
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
         host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
@@ -65,9 +67,7 @@ def _begin(job: Job) -> "_Run":
 def _remembered(job: Job, run: Path) -> Job:
     """The job with what was asked for when the run began, where nothing else is asked for now."""
     before: dict[str, Any] = Folder(run.resolve()).read().get("asked", {})
-    known = {name: before.get(name) for name in ("rule", "pace", "wire") if getattr(job, name) is None}
-    if job.seed == DEFAULT_SEED:
-        known["seed"] = before.get("seed", DEFAULT_SEED)
+    known = {name: before.get(name) for name in ("rule", "pace", "wire", "seed") if getattr(job, name) is None}
     return replace(job, **known)
 
 
@@ -82,7 +82,7 @@ class _Run:
             segment=host.segment.path,
             rule=job.rule,
             pace=job.pace,
-            seed=job.seed,
+            seed=DEFAULT_SEED if job.seed is None else job.seed,
             wire=job.wire,
             host_deadline_s=job.host_deadline_s,
             limits=job.limits,
@@ -110,11 +110,11 @@ class _Run:
     def run(self, noted: list[int]) -> int:
         """Until its end; `noted` are the signals that came before it could begin."""
         exit_code = _OTHER
-        with self._signals(), self._view:
-            self._greet()
+        with self._view, self._signals():
             try:
                 if noted:
                     raise KeyboardInterrupt
+                self._greet()
                 with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
                     self._watch()
                 exit_code = 0

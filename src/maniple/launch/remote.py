@@ -35,7 +35,8 @@ def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":
     threads = {name: str(max(1, len(cores) // world)) for name in asked["threads"] if name not in os.environ}
     if world <= len(cores):
         cores = cores[len(cores) * rank // world : len(cores) * (rank + 1) // world]
-    env = os.environ | threads | asked["env"]
+    inherited = {name: value for name, value in os.environ.items() if name not in asked["dropped"]}
+    env = inherited | threads | asked["env"]
     descriptors: list[int] = []
     if asked["certificate"]:  # a file without a name, so that none is left
         descriptors = [os.memfd_create("certificate")]

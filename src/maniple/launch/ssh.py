@@ -11,7 +11,7 @@ from pathlib import Path
 from maniple.errors import InvalidArgument
 from maniple.launch import remote
 from maniple.launch.process import Process
-from maniple.place import THREAD_VARIABLES, environment
+from maniple.place import THREAD_VARIABLES, environment, own_variables
 
 # Nobody is asked for a password; a machine that is gone is noticed within half a minute.
 _OPTIONS = ["BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
@@ -59,5 +59,6 @@ class Remote(Process):
             "local_rank": place.local_rank,
             "local_world": place.local_world,
             "threads": THREAD_VARIABLES,
+            "dropped": own_variables(),
             "bind": self._job.bind,
         }

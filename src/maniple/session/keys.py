@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,10 @@ def convert(context: click.Context, key: str, option: click.Option, setting: Set
 
 def _as_typed(key: str, option: click.Option, setting: Setting) -> str | tuple[str, ...]:
     """The words as they would stand on the command line."""
-    is_path = isinstance(option.type, click.Path) or (option.metavar or "").startswith("FILE")
-    if is_path and setting.folder is not None:
-        setting = replace(setting, value=_anchored(setting))
     value = setting.value
+    if setting.folder is not None and _is_path(option):
+        words = tuple(_anchored(word, option, setting) for word in ((value,) if isinstance(value, str) else value))
+        value = words[0] if isinstance(value, str) else words
     if option.multiple or option.nargs != 1:
         return (value,) if isinstance(value, str) else value
     if isinstance(value, str):
@@ -82,12 +81,26 @@ def _as_typed(key: str, option: click.Option, setting: Setting) -> str | tuple[s
     raise InvalidArgument(f"{setting.origin}: {key} is a list of {len(value)} values, but takes one. Keep one of them.")
 
 
-def _anchored(setting: Setting) -> str | tuple[str, ...]:
+def is_command(option: click.Option) -> bool:
+    """It takes a script, perhaps with arguments behind it."""
+    return option.metavar == "SCRIPT"
+
+
+def _is_path(option: click.Option) -> bool:
+    return isinstance(option.type, click.Path) or (option.metavar or "").startswith("FILE") or is_command(option)
+
+
+def _anchored(text: str, option: click.Option, setting: Setting) -> str:
+    path, space, rest = text.partition(" ") if is_command(option) else (text, "", "")
+    return f"{anchored(path, setting)}{space}{rest}"
+
+
+def anchored(path: str, setting: Setting) -> Path:
     """Paths in a file begin at the file's folder, or at `~`."""
-    folder = setting.folder or Path()
-    if isinstance(setting.value, str):
-        return str(folder / Path(setting.value).expanduser())
-    return tuple(str(folder / Path(path).expanduser()) for path in setting.value)
+    try:
+        return Path(setting.folder or "", Path(path).expanduser())
+    except RuntimeError as error:
+        raise InvalidArgument(f"{setting.origin}: {path!r} is no path: {error} Write it out.") from None
 
 
 def _form(key: str, option: click.Option) -> str:

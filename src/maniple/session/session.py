@@ -9,7 +9,7 @@ import click
 
 from maniple.errors import InvalidArgument
 from maniple.session.file import SUFFIXES, Setting
-from maniple.session.keys import OF_SESSION, convert
+from maniple.session.keys import OF_SESSION, anchored, convert
 from maniple.session.settle import settle
 from maniple.session.sources import from_file, from_variables, general_files
 
@@ -108,7 +108,7 @@ class Session:
             raise InvalidArgument(
                 f"{self._path} names no script to run. Add a line `script: train.py`; paths begin at the file's folder."
             )
-        return Path(setting.folder or "", Path(_single("script", setting)).expanduser())
+        return anchored(_single("script", setting), setting)
 
     def _arguments(self) -> tuple[str, ...]:
         if (setting := self.settled.get("args")) is None or isinstance(setting.value, tuple):

@@ -7,7 +7,7 @@ import click
 
 from maniple.place import personal_settings, set_by_person, setting_variable
 from maniple.session.file import Setting, read_settings
-from maniple.session.keys import check_keys, convert, translate
+from maniple.session.keys import check_keys, convert, is_command, translate
 
 _OF_FOLDER = Path(".maniple.yaml")
 
@@ -17,7 +17,7 @@ def from_variables(context: click.Context, options: dict[str, click.Option]) -> 
     settings: dict[str, Setting] = {}
     for key, text in set_by_person(options).items():
         option = options[key]
-        is_many = option.multiple or option.nargs != 1
+        is_many = (option.multiple or option.nargs != 1) and not is_command(option)
         settings[key] = Setting(tuple(option.type.split_envvar_value(text)) if is_many else text, setting_variable(key))
         convert(context, key, option, settings[key])  # tells now what is wrong with it
     return settings
