@@ -6,6 +6,7 @@ stop         when `patience` validations in a row were no better than the best, 
 """
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from maniple.errors import InvalidArgument
 from maniple.place import Limits
 
 _SOONEST_S, _LATEST_S = 0.05, 1.0
+_LONGEST_REASON = 2000  # it travels with every beat
 
 Holder = tuple[int, int]  # rank and incarnation of a worker's process
 
@@ -27,6 +29,7 @@ class Known(msgspec.Struct):
     validator: Holder | None = None
     validated_at: int = 0  # the batches when the last validation began
     best: float | None = None
+    bests: int = 0  # how often there was a new one
     misses: int = 0  # validations since the best one
     reason: str = ""  # to stop
 
@@ -42,7 +45,7 @@ class Powers(Protocol):
     def live(self) -> int: ...
     def keep_candidate(self) -> None: ...
     def discard_candidate(self) -> None: ...
-    def keep_best(self) -> None: ...
+    def keep_best(self, number: int) -> None: ...
 
 
 class Decisions:
@@ -57,22 +60,24 @@ class Decisions:
         self.limits, self.known = limits or Limits(), known or Known()
         self.is_alive: Callable[[Holder], bool] = lambda _: True
         self.powers: Powers | None = None
+        self._lock = threading.Lock()
 
     @property
     def batches(self) -> int:
         """The batches that all workers have made."""
-        return sum(max(steps, done) for steps, done, _ in self.known.counts.values())
+        return sum(max(steps, done) for steps, done, _ in list(self.known.counts.values()))
 
     @property
     def samples(self) -> int:
         """The samples that all workers have seen."""
-        return sum(samples for _, _, samples in self.known.counts.values())
+        return sum(samples for _, _, samples in list(self.known.counts.values()))
 
     def count(self, who: Holder, steps: int, samples: int, done: int = 0) -> None:
         """A worker has made so many steps on so many samples since it began, and says that `done` are new."""
         key = f"{who[0]}.{who[1]}"
-        before = self.known.counts.get(key, (0, 0, 0))
-        self.known.counts[key] = (max(before[0], steps), before[1] + done, max(before[2], samples))
+        with self._lock:  # beats and questions count at the same time
+            before = self.known.counts.get(key, (0, 0, 0))
+            self.known.counts[key] = (max(before[0], steps), before[1] + done, max(before[2], samples))
 
     def mind_limits(self, now: float) -> str:
         """Why everybody should stop, or nothing."""
@@ -105,9 +110,12 @@ class Decisions:
                 powers.keep_candidate()
             return verdict
         if request == "validated":
-            is_best = self.validated(who, number_of(info, "loss", request))
-            if powers is not None:
-                (powers.keep_best if is_best else powers.discard_candidate)()
+            is_best = False
+            loss = number_of(info, "loss", request)
+            if self.known.validator in {None, who}:  # else it was given up, and another looks at another center
+                is_best = self.validated(who, loss)
+                if powers is not None:
+                    powers.keep_best(self.known.bests) if is_best else powers.discard_candidate()
             return {"best": is_best, "stop": bool(self.known.reason)}
         if request == "stop":
             self.stop(str(info.get("reason", "")))
@@ -142,6 +150,7 @@ class Decisions:
         is_best = math.isfinite(loss) and (known.best is None or loss < known.best)
         if is_best:
             known.best, known.misses = loss, 0
+            known.bests += 1
         else:
             known.misses += 1
             if self.limits.patience and known.misses >= self.limits.patience and not known.reason:
@@ -151,7 +160,7 @@ class Decisions:
 
     def stop(self, reason: str) -> None:
         """Let everybody stop."""
-        self.known.reason = self.known.reason or reason or "somebody asked for it"
+        self.known.reason = self.known.reason or reason[:_LONGEST_REASON] or "somebody asked for it"
 
 
 def number_of(info: Mapping[str, Any], name: str, request: str) -> float:

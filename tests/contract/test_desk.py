@@ -15,7 +15,7 @@ import pytest
 from maniple.center import Segment
 from maniple.center.segment import LIVE
 from maniple.controller import Controller
-from maniple.errors import HandlerFailed, InvalidArgument, ManipleError, WaitedTooLong
+from maniple.errors import BadFrame, HandlerFailed, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.host.best import Best
 from maniple.host.desk import Desk, Minutes
 from maniple.host.keeping import begin_again
@@ -336,10 +336,69 @@ def test_disk_that_cannot_take_the_best_center_does_not_end_the_run(served):
     assert served.events("unsaved")
 
 
-def test_numbers_of_numpy_may_be_answered_as_plain_ones(served):
-    """A controller computes with NumPy, and should be told which number to make plain."""
-    served.controller.handle_control = lambda *_: np.float32(0.5).item()
-    assert served.ask("x", 1) == 0.5
-    served.controller.handle_control = lambda *_: np.arange(3)
-    with pytest.raises(HandlerFailed, match="ndarray"):
+def test_numbers_of_numpy_are_answered_and_kept_as_plain_ones(served):
+    served.controller.handle_control = lambda *_: {"mean": np.float32(0.5), "all": np.arange(3)}
+    assert served.ask("x", 1) == {"mean": 0.5, "all": [0, 1, 2]}
+    served.controller.state["best"] = np.float64(0.25)
+    served.ask("x", 2)
+    assert Minutes.read(served.segment.path).state == {"best": 0.25}
+
+
+def test_state_that_a_failing_handler_has_spoilt_gives_way_too(served):
+    served.ask("add", 1, value=3)
+
+    def spoil(*_):
+        served.controller.state["bad"] = object()
+        raise RuntimeError("out of luck")
+
+    served.controller.handle_control = spoil
+    with pytest.raises(HandlerFailed):
         served.ask("x", 2)
+    assert served.controller.state["sum"] == 3
+    served.desk.beat((0, 1), 1, 1)
+
+
+def test_rank_that_nobody_can_have_is_refused(served):
+    for rank, incarnation in ((30_000, 1), (-2, 1), (0, -1), (0, 1 << 40)):
+        question = Request(1, "next", rank, incarnation, 0, 0)
+        with pytest.raises(BadFrame, match="cannot ask"):
+            served.desk.answer("w", question, {})
+
+
+def test_limit_is_seen_while_a_handler_hangs(served):
+    served.limits = Limits(max_batches=5)
+    served.start()
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def hang(*_):
+        is_in.set()
+        may_end.wait(PATIENCE_S)
+
+    served.controller.handle_control = hang
+    thread = threading.Thread(target=served.ask, args=("x", 1), daemon=True)
+    thread.start()
+    assert is_in.wait(PATIENCE_S)
+    assert "--max-batches 5" in served.desk.beat((0, 1), 6, 6)[1]
+    may_end.set()
+    thread.join(PATIENCE_S)
+
+
+def test_best_that_was_kept_before_a_kill_is_not_kept_anew(tmp_path):
+    kept: list[str] = []
+
+    def write(name):
+        kept.append(name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(str(len(kept)))
+        return tmp_path / name
+
+    best = Best(tmp_path, write)
+    best.keep_candidate()
+    best.keep(1)  # and killed before that was written down: the question is heard again
+    assert Best(tmp_path, write).keep(1) == tmp_path / "best-000001"
+    assert kept == ["candidate"]
+    best.keep_candidate()
+    best.keep(2)
+    assert (tmp_path / "best" / "which").read_text() == "2"
+    best.prune(2)
+    assert not (tmp_path / "best-000001").exists()

@@ -31,7 +31,7 @@ class Kept:
     def discard_candidate(self) -> None:
         self.acts.append("discard")
 
-    def keep_best(self) -> None:
+    def keep_best(self, number: int) -> None:
         self.acts.append("best")
 
 
@@ -319,3 +319,16 @@ def test_two_runs_of_one_process_know_nothing_of_each_other():
     first, second = Decisions(), Decisions()
     first.count(A, 5, 5)
     assert second.batches == 0
+
+
+def test_validation_of_a_worker_that_was_given_up_changes_nothing():
+    one, live = decided(validate_every=10, patience=1), {A, B}
+    one.is_alive = lambda who: who in live
+    one.count(A, 10, 0)
+    assert one.answer(A, "next", {}) == "validate"
+    live.remove(A)
+    assert one.answer(B, "next", {}) == "validate"
+    live.add(A)
+    assert one.answer(A, "validated", {"loss": 0.1}) == {"best": False, "stop": False}
+    assert one.answer(B, "validated", {"loss": 0.5}) == {"best": True, "stop": False}
+    assert (one.known.best, one.known.bests) == (0.5, 1)

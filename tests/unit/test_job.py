@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from maniple.center.segment import MAX_WORKERS
 from maniple.errors import InvalidArgument
 from maniple.launch.job import Job, split_cores, thread_variables
-from maniple.place import THREAD_VARIABLES
+from maniple.launch.memory import remembered
+from maniple.place import THREAD_VARIABLES, Limits
 
 
 def job(**options) -> Job:
@@ -148,3 +150,20 @@ def test_feed_script_has_arguments_in_the_same_quotes():
     asked = job(feeds=(f"{__file__} --size 8 'two words'",))
     asked.check()
     assert asked.feed_command(0) == [__file__, "--size", "8", "two words"]
+
+
+def test_run_that_goes_on_has_what_was_asked_for_when_it_began(tmp_path):
+    before = job(seed=7, rule="easgd", controller="c.py:C", controller_args=("a=1",), limits=Limits(patience=3))
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode({"asked": before.asked()}))
+    again = remembered(job(resume=tmp_path, rule="asgd"), tmp_path)
+    assert (again.seed, again.rule, again.controller, again.controller_args) == (
+        7,
+        "asgd",
+        f"{Path.cwd()}/c.py:C",
+        ("a=1",),
+    )
+    assert again.limits == Limits(), "a person says anew when to stop"
+    assert remembered(job(script=None, resume=tmp_path), tmp_path).limits == Limits(patience=3)
+    assert remembered(job(resume=tmp_path, seed=7), tmp_path).seed == 7
+    with pytest.raises(InvalidArgument, match=r"--seed 8 .* seed is 7"):
+        remembered(job(resume=tmp_path, seed=8), tmp_path)

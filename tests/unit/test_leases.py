@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from maniple.center.segment import DEAD, LEFT, LIVE, Segment
 from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
 from maniple.sampler import Lease, Sampler, Table, Terms, chunk_for
+from maniple.sampler.lead import Lead
 from maniple.sampler.lease import Holder, Verdict
 from maniple.sampler.remote import LEASE, Borrower, Tables
-from maniple.sampler.sampler import Lead
 from maniple.sampler.table import MOST_LEASES, restore
 
 Chunk = tuple[int, int]  # epoch and number
@@ -277,13 +277,13 @@ def test_epoch_that_was_closed_for_new_ones_brings_nothing_more(run):
     assert slow.take(19).epoch == 19
 
 
-def test_too_many_open_leases_are_an_error_that_says_what_to_do(tmp_path):
+def test_full_table_asks_for_leases_back(tmp_path):
     run = Run(tmp_path, Terms(MOST_LEASES + 1, 1, False))
     tenant = run.join(0)
     for _ in range(MOST_LEASES):
         tenant.take(0)
-    with pytest.raises(InvalidArgument, match="exchange more often"):
-        tenant.take(0)
+    assert tenant.take(0) is Verdict.FULL
+    assert isinstance(tenant.take(0, done=[7]), Lease)
     run.close()
 
 
@@ -476,12 +476,12 @@ def drawn_at_once(workers: list[Sampler], epochs: int, batch: int) -> list[Count
 
     def draw(worker: Sampler, into: Counter[int]) -> None:
         for _ in range(epochs):
-            for indices in worker.batches(batch) if batch else ([index] for index in worker):
+            for step, indices in enumerate(worker.batches(batch) if batch else ([index] for index in worker)):
                 into.update(map(int, indices))
-                if into.total() % 3 == 0:
+                if step % 3 == 0 or batch > 1:
                     worker.stepped()
                     worker.settled()
-        worker.finish()
+        worker.finish(is_early=False)
 
     threads = [threading.Thread(target=draw, args=pair, daemon=True) for pair in zip(workers, drawn, strict=True)]
     for thread in threads:
@@ -530,7 +530,7 @@ def test_lease_is_done_when_the_center_has_it_and_not_before(run):
     next(passing)  # what is settled is told with the next question
     assert run.table().unfinished().leases == [(0, 2)]
     worker.stepped()
-    worker.finish()
+    worker.finish(is_early=False)
     late = run.join(1)
     assert late.finish(0) == [(0, 2), (0, 3)]
 
@@ -650,3 +650,38 @@ def test_chunks_are_many_enough_for_all_workers_and_not_too_small(count, workers
     chunk = chunk_for(count, workers)
     assert 1 <= chunk <= 1024
     assert chunk == 1 or count // chunk >= 4 * max(4, workers)
+
+
+def test_what_a_loader_holds_when_the_script_is_ended_is_not_done(run):
+    run.terms = Terms(60, 5, True)
+    (worker,) = samplers(run, 1, is_shared=lambda: True)
+    loader = ahead(worker.batches(5), 8)
+    for _ in range(4):  # 60 samples drawn soon, 20 trained on
+        next(loader)
+        worker.stepped()
+    worker.settled()
+    worker.finish(is_early=True)
+    left = run.table().unfinished().samples
+    assert left >= 40
+
+
+def test_pass_that_is_left_with_batches_in_the_loader_gives_them_back(run):
+    run.terms = Terms(60, 5, True)
+    (worker,) = samplers(run, 1, is_shared=lambda: True)
+    seen: list[int] = []
+    for number in range(4):
+        for step, batch in enumerate(ahead(worker.batches(5), 8)):
+            seen += batch.tolist()
+            worker.stepped()
+            if number == 0 and step == 5:  # all is drawn by now
+                break
+        worker.settled()
+    assert Counter(seen)[min(Counter(seen), key=Counter(seen).get)] >= 3
+
+
+def test_worker_with_a_full_table_trains_on(run, monkeypatch):
+    run.terms = Terms(MOST_LEASES + 50, 1, False)
+    (worker,) = samplers(run, 1, shuffle=False)
+    worker.stepped()  # it trains, and never exchanges
+    monkeypatch.setattr("maniple.sampler.sampler._MOST_OPEN", 10**9)
+    assert sum(1 for _ in worker) == MOST_LEASES + 50

@@ -30,6 +30,7 @@ from maniple.wire.messages import (
     Told,
     Value,
     Welcome,
+    refusal_of,
 )
 from maniple.wire.proof import admit, introduce
 from maniple.wire.stream import Stalled, Stream
@@ -451,3 +452,13 @@ def test_a_forked_child_does_not_keep_its_parent_s_connections_open(pair):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_long_error_is_cut_in_the_middle_and_fits_into_a_frame():
+    refusal = refusal_of(ValueError("a" * 100_000 + "\u20ac" * 100_000))
+    assert refusal.kind == "ValueError"
+    assert len(encode(refusal, 0)) < 1 << 16
+    assert refusal.reason.startswith("aaa")
+    assert refusal.reason.endswith("\u20ac")
+    assert "200,000 characters" in refusal.reason
+    assert refusal_of(ValueError("short")).reason == "short"

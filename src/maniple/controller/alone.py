@@ -34,15 +34,17 @@ def serve(controller: Controls, port: int, *, host: str, name: str | None, runs:
         owner.abandon()
         raise
     assert gate.place.token is not None
-    server = Server(gate.place, gate.place.token, None, controller)
-    print(f"listening on {gate.address}; token and address are in {owner.folder.path}", flush=True)
-    thread = threading.Thread(target=server.run, args=(gate.sockets,), name="maniple-server", daemon=True)
-    thread.start()
     try:
-        _wait(owner, controller)
+        server = Server(gate.place, gate.place.token, None, controller)
+        print(f"listening on {gate.address}; token and address are in {owner.folder.path}", flush=True)
+        thread = threading.Thread(target=server.run, args=(gate.sockets,), name="maniple-server", daemon=True)
+        thread.start()
+        try:
+            _wait(owner, controller)
+        finally:
+            server.end()
+            thread.join(5)
     finally:
-        server.end()
-        thread.join(5)
         for one in gate.sockets:  # a thread that waits in one of them would keep it open
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

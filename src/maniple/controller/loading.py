@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from maniple.controller.controller import Controller
 from maniple.errors import InvalidArgument
+from maniple.wire.plain import plain
 
 
 def load(spec: str | None, args: Sequence[str] = ()) -> Controller:
@@ -40,7 +43,14 @@ def load(spec: str | None, args: Sequence[str] = ()) -> Controller:
             f"--controller {spec}: {name} cannot be made with {settings or 'no arguments'}: {error}. "
             "Give its arguments by --controller-arg NAME=VALUE."
         ) from None
-    return kind(**settings)
+    controller = kind(**settings)
+    try:
+        msgspec.json.decode(msgspec.json.encode(controller.state, enc_hook=plain), type=dict[str, Any])
+    except (TypeError, ValueError) as error:  # msgspec's own errors too
+        raise InvalidArgument(
+            f"--controller {spec}: `state` of {name} must be a dict that JSON knows, and is not: {error}."
+        ) from None
+    return controller
 
 
 def split(spec: str) -> tuple[Path, str]:

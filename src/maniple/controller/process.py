@@ -37,5 +37,5 @@ def main() -> None:
     tls = host_context(place.certificate, place.key) if place.certificate and place.key else None
     listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     server = Server(place, place.token, tls, controller)
-    signal.signal(signal.SIGTERM, server.end)
+    signal.signal(signal.SIGTERM, server.end_if_over)
     server.run(listeners)

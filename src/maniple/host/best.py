@@ -23,22 +23,28 @@ class Best:
 
     def keep_candidate(self) -> None:
         """Keep the center as it is now."""
+        self.discard_candidate()  # also if the new one cannot be written
         self._write(_CANDIDATE)
 
     def discard_candidate(self) -> None:
         """The candidate was not the best."""
         shutil.rmtree(self._folder / _CANDIDATE, ignore_errors=True)
 
-    def keep(self) -> Path | None:
-        """The candidate is the best so far; without one, the center as it is now."""
-        candidate = self._folder / _CANDIDATE
-        if not candidate.exists() and self._write(_CANDIDATE) is None:
-            return None
-        before = sorted(path for path in self._folder.glob("best-*") if path.name[5:].isdigit())
-        number = int(before[-1].name[5:]) + 1 if before else 1
-        path = self._folder / f"best-{number:06d}"
-        candidate.rename(path)
+    def keep(self, number: int) -> Path | None:
+        """The candidate is the best so far, for the `number`-th time; without one, the center as it is now.
+
+        It may be repeated: who was killed in the middle of it finds what was done.
+        """
+        candidate, path = self._folder / _CANDIDATE, self._folder / f"best-{number:06d}"
+        if not path.exists():
+            if not candidate.exists() and self._write(_CANDIDATE) is None:
+                return None
+            candidate.rename(path)
         point(self._folder / "best", path.name)
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
         return path
+
+    def prune(self, number: int) -> None:
+        """Remove what was the best before."""
+        for path in self._folder.glob("best-*"):
+            if path.name[5:].isdigit() and int(path.name[5:]) < number:
+                shutil.rmtree(path, ignore_errors=True)

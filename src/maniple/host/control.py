@@ -12,8 +12,8 @@ from maniple.host.desk import Desk
 from maniple.host.membership import Membership
 from maniple.place import Place
 from maniple.record import Folder
-from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal, Reply, Request
-from maniple.wire.stream import NEVER_S, Stream
+from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal, Reply, Request, refusal_of
+from maniple.wire.stream import NEVER_S, Stalled, Stream
 
 SILENCE_S = 10.0  # a worker that has not beaten for so long counts as dead until it does
 _MAX_ROWS_BYTES = 8 << 20
@@ -44,7 +44,7 @@ class Control:
             stream.send(self._joined(rank, incarnation))
             self._hear(stream, worker, (rank, incarnation), is_over)
         except (OSError, ManipleError) as error:
-            self._members.lose(worker, stream, str(error))
+            self._members.lose(worker, stream, str(error), is_silent=isinstance(error, Stalled))
             raise
         finally:
             with self._lock:
@@ -63,7 +63,7 @@ class Control:
             except msgspec.DecodeError as error:
                 raise BadFrame(f"a question came with what is no JSON: {error}.") from None
             except ManipleError as error:
-                stream.send(Refusal(type(error).__name__, str(error)))
+                stream.send(refusal_of(error))
             else:
                 stream.send(Reply(question.sequence), answer)
 

@@ -15,15 +15,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from maniple.center.segment import Segment
+from maniple.center.segment import MAX_WORKERS, Segment
 from maniple.decisions import Decisions, Holder, Known
-from maniple.errors import HandlerFailed, ManipleError, WaitedTooLong, raise_remote
+from maniple.errors import BadFrame, HandlerFailed, ManipleError, WaitedTooLong, raise_remote
 from maniple.host.best import Best
 from maniple.place import Limits
 from maniple.record import Events
 from maniple.sampler.lease import Holder as Tenant
 from maniple.sampler.remote import Tables
 from maniple.wire.messages import Request
+from maniple.wire.plain import plain
 
 _FILE = "controller"
 _RESERVED = "maniple-"
@@ -62,7 +63,7 @@ class Minutes(msgspec.Struct):
     def write(self, segment: Path) -> None:
         """Write it down, whole or not at all."""
         beside = segment / f".{_FILE}.{os.getpid()}"
-        beside.write_bytes(msgspec.json.encode(self))
+        beside.write_bytes(msgspec.json.encode(self, enc_hook=plain))
         beside.replace(segment / _FILE)
 
 
@@ -72,12 +73,13 @@ class Desk:
     def __init__(self, controller: Controls, segment: Segment, events: Events, limits: Limits, best: Best) -> None:
         self._controller, self._segment, self._events, self._best = controller, segment, events, best
         self._lock = threading.Lock()  # held while the controller answers
-        self._beats: dict[Holder, tuple[int, int]] = {}  # told while it was busy
+        self._looking = threading.Lock()
         self._tables = Tables(segment)
         self._minutes = Minutes.read(segment.path)
         self._outlook = (1.0, self._minutes.known.reason)  # when to hear of a worker again, and why it should stop
         self._kept = 0.0
-        controller.state |= self._minutes.state
+        if self._minutes.state:
+            controller.state = self._minutes.state
         controller.decisions = Decisions(limits, self._minutes.known)
         controller.decisions.is_alive = lambda who: segment.is_live(*who)
         controller.decisions.powers = self
@@ -95,9 +97,9 @@ class Desk:
         """It was not the best."""
         self._best.discard_candidate()
 
-    def keep_best(self) -> None:
-        """What was validated last is the best so far."""
-        if (path := self._trying(self._best.keep)) is not None:
+    def keep_best(self, number: int) -> None:
+        """What was validated last is the best so far, for the `number`-th time."""
+        if (path := self._trying(lambda: self._best.keep(number))) is not None:
             self._events.write("best", loss=self._controller.decisions.known.best, name=path.name)
 
     def beat(self, who: Holder, steps: int, samples: int) -> tuple[float, str]:
@@ -105,10 +107,12 @@ class Desk:
 
         A beat never waits for a question that is being answered.
         """
-        self._beats[who] = (steps, samples)
-        if self._lock.acquire(blocking=False):
+        now = time.time()
+        self._controller.decisions.count(who, steps, samples)
+        self._look(now)
+        if now - self._kept > _KEEP_EVERY_S and self._lock.acquire(blocking=False):
             try:
-                self._look(time.time())
+                self._keep(now)
             finally:
                 self._lock.release()
         return self._outlook
@@ -116,6 +120,8 @@ class Desk:
     def answer(self, worker: str, question: Request, info: Any) -> bytes:
         """The answer to a question, as JSON."""
         who = (question.rank, question.incarnation)
+        if not (0 <= who[0] < MAX_WORKERS and 0 <= who[1] < 1 << 32):
+            raise BadFrame(f"worker {who[0]} cannot ask: ranks are 0 to {MAX_WORKERS - 1}.")
         if question.request.startswith(_RESERVED):
             return msgspec.json.encode(self._tables.grant(question.request, info, Tenant(*who)))
         with self._lock:
@@ -126,13 +132,14 @@ class Desk:
                 )
             if question.sequence > number:
                 controller, now = self._controller, time.time()
-                self._beats[who] = (question.steps, question.samples)
+                controller.decisions.count(who, question.steps, question.samples)
                 self._look(now)
                 controller.asking, controller.is_finished = who, question.is_finished
                 kind, answer = self._handled(question, info)
                 self._minutes.answered[worker] = (question.sequence, kind, answer)
                 self._look(now)
                 self._keep(now)
+                self._best.prune(controller.decisions.known.bests)
         if kind:
             raise_remote(kind, msgspec.json.decode(answer))
         return bytes(answer)
@@ -149,9 +156,8 @@ class Desk:
     def _handled(self, question: Request, info: Any) -> tuple[str, msgspec.Raw]:
         """The controller's answer, or the kind and the text of its error: that too is heard and written once."""
         try:
-            answer = self._controller.handle_control(question.request, question.rank, info)
-            self._check_state()
-            return "", msgspec.Raw(msgspec.json.encode(answer))
+            answer = msgspec.json.encode(self._answered(question, info), enc_hook=plain)
+            return "", msgspec.Raw(answer)
         except ManipleError as error:
             return type(error).__name__, msgspec.Raw(msgspec.json.encode(str(error)))
         except (Exception, SystemExit) as error:
@@ -162,32 +168,31 @@ class Desk:
             )
             return HandlerFailed.__name__, msgspec.Raw(msgspec.json.encode(text))
 
-    def _check_state(self) -> None:
-        """A state that cannot be written down gives way to the last that was."""
+    def _answered(self, question: Request, info: Any) -> Any:
+        """The controller's answer. A state that cannot be written down gives way to the last that was."""
         try:
-            msgspec.json.decode(msgspec.json.encode(self._controller.state), type=dict[str, Any])
-        except Exception:
-            self._controller.state = Minutes.read(self._segment.path).state
-            raise
+            return self._controller.handle_control(question.request, question.rank, info)
+        finally:
+            try:
+                msgspec.json.decode(msgspec.json.encode(self._controller.state, enc_hook=plain), type=dict[str, Any])
+            except Exception:
+                self._controller.state = Minutes.read(self._segment.path).state
+                raise
 
     def _look(self, now: float) -> None:
-        """Take in what was told, and see whether a limit is reached."""
+        """See whether a limit is reached."""
         decisions = self._controller.decisions
-        while self._beats:
-            who, (steps, samples) = self._beats.popitem()
-            decisions.count(who, steps, samples)
-        reason = decisions.mind_limits(now)
-        if reason and not self._outlook[1]:
-            self._events.write("stop", reason=reason)
-        self._outlook = max(decisions.within_s(now), _BEAT_COST_S * self.live), reason
-        if now - self._kept > _KEEP_EVERY_S:
-            self._keep(now)
+        with self._looking:
+            reason = decisions.mind_limits(now)
+            if reason and not self._outlook[1]:
+                self._events.write("stop", reason=reason)
+            self._outlook = max(decisions.within_s(now), _BEAT_COST_S * self.live), reason
 
     def _trying(self, act: Callable[[], T]) -> T | None:
         """A full disk, or a worker that is stopped while it holds a parameter, must not end the run."""
         try:
             return act()
-        except (OSError, ManipleError) as error:
+        except (OSError, ManipleError, TypeError, ValueError) as error:
             self._events.write("unsaved", error=str(error))
             return None
 

@@ -15,6 +15,7 @@ import msgspec
 
 from maniple.errors import InvalidArgument
 from maniple.host.host import Host
+from maniple.host.server import unsay_over
 from maniple.place import Place
 from maniple.record import Folder
 from maniple.record.folder import write_json
@@ -57,6 +58,7 @@ class Gate:
 
     def __init__(self, host: Host, listen: Listen | None, place: Place) -> None:
         self._host = host
+        unsay_over(host.segment.path)
         self.address: Address | None = None
         self.sockets: list[socket.socket] = []
         self.unix = self._open_unix(host.folder.path if listen else host.segment.path)

@@ -19,6 +19,7 @@ class Membership:
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
         self._beats: dict[str, int] = {}  # the newest beat of each
         self._incarnations: dict[str, int] = {}
+        self._near: set[str] = set()
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -57,6 +58,8 @@ class Membership:
                 self._segment.renew(rank)
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
                 self._segment.mark(rank, LIVE)
+            if said.is_near:
+                self._near.add(worker)
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
@@ -93,15 +96,19 @@ class Membership:
                 self._segment.mark(rank, LEFT)
         self._events.write("left", worker=rank, live=self.live)
 
-    def lose(self, worker: str, stream: Stream, reason: str) -> None:
-        """A control connection has ended without a goodbye; it counts if the worker has made no newer one."""
+    def lose(self, worker: str, stream: Stream, reason: str, *, is_silent: bool) -> None:
+        """A control connection has ended without a goodbye; it counts if the worker has made no newer one.
+
+        Whether a worker of the launcher has died is known to the launcher: of such a one only silence counts.
+        """
         with self._lock:
             if self._speakers.get(worker) is not stream:
                 return
             del self._speakers[worker]
             rank = self._ranks[worker]
             # The launcher may have started a successor meanwhile, who lives; and one who has left stays so.
-            if self._segment.is_live(rank, self._incarnations[worker]):
+            counts = is_silent or worker not in self._near
+            if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)
 

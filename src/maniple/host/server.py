@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from maniple.center.locks import ByteLocks
@@ -30,13 +31,25 @@ from maniple.host.saving import save_as
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
-from maniple.wire.messages import Proof, Refusal, Welcome
+from maniple.wire.messages import Proof, Welcome, refusal_of
 from maniple.wire.proof import HALF_OPEN_S, admit
 from maniple.wire.stream import NEVER_S, Stream, prepare
 
 _MAX_CONNECTIONS = 4096
 _MAX_HALF_OPEN = 64
 _GOODBYE_S = 2.0  # two beats
+_OVER = "over"
+
+
+def tell_over(segment: Path) -> None:
+    """The owner of a run says that it is over: a server that is told to end afterwards tells the workers."""
+    with contextlib.suppress(OSError):
+        (segment / _OVER).touch()
+
+
+def unsay_over(segment: Path) -> None:
+    """The run goes on after all."""
+    (segment / _OVER).unlink(missing_ok=True)
 
 
 class Server:
@@ -88,9 +101,15 @@ class Server:
             while self._control.count and time.monotonic() < deadline:
                 time.sleep(0.02)
 
-    def end(self, *_: Any) -> None:
+    def end(self) -> None:
         """Tell the workers that the run has ended, each at its next beat, and end."""
         self._over.set()
+
+    def end_if_over(self, *_: Any) -> None:
+        """SIGTERM: if the run is over, end as `end` does; else somebody has killed this process alone."""
+        if not (self._segment.path / _OVER).exists():
+            raise SystemExit(143)
+        self.end()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -127,7 +146,7 @@ class Server:
                 self._talk(stream, proof)
             except ManipleError as error:
                 with contextlib.suppress(OSError):
-                    stream.send(Refusal(type(error).__name__, str(error)))
+                    stream.send(refusal_of(error))
                 stream.linger()
                 raise
         except (OSError, ManipleError):

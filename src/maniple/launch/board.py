@@ -1,5 +1,6 @@
 """The board: where each worker of a run stands, gathered from the run folder alone."""
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Board:
     def __init__(self, folder: Folder, workers: int) -> None:
         self._own = workers  # the launcher itself knows what becomes of these
         self.standings = [Standing() for _ in range(workers)]
+        self._since = time.time()
         self.stop = ""  # why the controller lets everybody stop
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
         self._steps_before = self._samples_before = 0  # of workers that died and were restarted
@@ -71,7 +73,7 @@ class Board:
 
     def _note_member(self, row: Row) -> None:
         """A worker of another machine has come or gone, or the controller has decided to stop."""
-        if row.get("event") == "stop":
+        if row.get("event") == "stop" and row["timestamp"] >= self._since:  # not that of a run that goes on now
             self.stop = str(row.get("reason"))
         state = {"joined": "training", "returned": "training", "lost": "lost", "left": "done"}.get(
             str(row.get("event"))

@@ -109,7 +109,7 @@ class Job:
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
-            "controller": self.controller,
+            "controller": str(Path(self.controller).resolve()) if self.controller else None,  # CLASS goes along
             "controller_args": list(self.controller_args),
             **asdict(self.limits),
             "feeds": list(self.feeds),

@@ -16,6 +16,7 @@ from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.server import Server, hopeless
@@ -24,7 +25,6 @@ from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
 from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
-from maniple.record import Folder
 from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
@@ -48,7 +48,7 @@ def run_local(job: Job) -> int:
 
 def _begin(job: Job) -> "_Run":
     if (run := job.resume) is not None:
-        job = _remembered(job, run)
+        job = remembered(job, run)
     job = replace(job, seed=DEFAULT_SEED if job.seed is None else job.seed)
     if run is not None:
         # A host alone is often started by a machine, which cannot choose between snapshots.
@@ -62,13 +62,6 @@ def _begin(job: Job) -> "_Run":
     except BaseException:
         host.abandon()
         raise
-
-
-def _remembered(job: Job, run: Path) -> Job:
-    """The job with what was asked for when the run began, where nothing else is asked for now."""
-    before: dict[str, Any] = Folder(run.resolve()).read().get("asked", {})
-    known = {name: before.get(name) for name in ("rule", "pace", "wire", "seed") if getattr(job, name) is None}
-    return replace(job, **known)
 
 
 class _Run:

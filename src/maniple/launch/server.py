@@ -8,6 +8,7 @@ from maniple.controller.process import BROKEN, UNUSABLE
 from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.host.server import tell_over
 from maniple.launch.child import Child
 from maniple.place import environment
 
@@ -47,6 +48,7 @@ class Server(Child):
     def shut(self, timeout_s: float) -> None:
         """Let it tell the workers that the run has ended; then end it."""
         if self.is_running:
+            tell_over(self._host.segment.path)
             self.signal(signal.SIGTERM)
             if not self.has_ended(timeout_s):
                 self.signal(signal.SIGKILL)

@@ -41,6 +41,7 @@ class Verdict(Enum):
 
     WAIT = "wait"  # others are at the last ones; if they die, somebody must take them
     END = "end"
+    FULL = "full"  # the table has no room: give some back
 
 
 @dataclass(frozen=True)

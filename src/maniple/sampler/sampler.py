@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from maniple.errors import InvalidArgument
+from maniple.sampler.lead import Lead
 from maniple.sampler.lease import Lease, Terms, Verdict
 
 Indices = npt.NDArray[np.int64]
 
 _PIECE = 128  # samples between two looks at whether to stop
 _PATIENCE_S = 10.0  # at the end of a pass, at least, for those who are at their last samples
-_MOST_OPEN = 64  # leases kept open until the center has them; of more, the oldest counts as done
+_MOST_OPEN = 256  # leases kept open until the center has them; of more, the oldest counts as done
 
 
 class Lender(Protocol):
@@ -110,8 +111,8 @@ class Order:
     def settled(self) -> None:
         """The center has all that was learned so far."""
 
-    def finish(self) -> None:
-        """No sample will be taken any more."""
+    def finish(self, *, is_early: bool) -> None:
+        """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""
 
     def _pass(self) -> Iterator[Indices]:
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -161,13 +162,16 @@ class Sampler(Order):
     next one is asked for.
     """
 
-    def __init__(self, count: int, *, lender: Lender, world: int, **rest: Any) -> None:
+    def __init__(
+        self, count: int, *, lender: Lender, world: int, is_shared: Callable[[], bool] = lambda: False, **rest: Any
+    ) -> None:
         super().__init__(count, **rest)
+        self._is_shared = is_shared  # a model is: what is drawn before its first step is not trained on yet
         self._lender, self._world = lender, max(1, world)
         self._open: deque[tuple[int, int]] = deque()  # leases handed on in whole: slot, and where they end in `taken`
         self._held: int | None = None  # the one being handed on
         self._lead = Lead()
-        self._is_training = False
+        self._has_stepped = False
         self._settled = 0
         self._chunk_s = 0.0  # the longest time that a chunk took
 
@@ -175,16 +179,20 @@ class Sampler(Order):
         """About how many samples one pass brings this worker."""
         return math.ceil(self._count / self._world)
 
+    @property
+    def _is_training(self) -> bool:
+        return self._has_stepped or self._is_shared()
+
     def stepped(self) -> None:
-        self._is_training = True
+        self._has_stepped = True
         self._lead.stepped(self.taken)
 
     def settled(self) -> None:
         self._settled = self._lead.trained
 
-    def finish(self) -> None:
+    def finish(self, *, is_early: bool) -> None:
         """Give back what is done and what is not."""
-        if self._held is None:
+        if self._held is None and self._lead.has_drained(self.taken, is_early=is_early):
             self._lead.drained(self.taken)
             self._settled = self._lead.trained
         done = self._done()
@@ -217,6 +225,10 @@ class Sampler(Order):
             answer = self._lender.take(epoch, drawn=drawn, done=self._done(), back=back)
             if isinstance(answer, Lease):
                 return answer
+            if answer is Verdict.FULL and self._open:
+                self._settled = max(self._settled, self._open[0][1])  # of so many, the oldest counts as done
+                drawn, back = [], []
+                continue
             if answer is Verdict.END or self._should_stop() or time.monotonic() > deadline:
                 return None
             time.sleep(pause_s)
@@ -224,10 +236,10 @@ class Sampler(Order):
 
     def _left(self) -> list[int]:
         """The leases of a pass that was left early, as far as they were not trained on: others may."""
-        if self._held is None:
+        if self._held is None and self._lead.has_drained(self.taken):
             return []
         until = self._lead.trained if self._is_training else self.taken
-        left = [*(slot for slot, end in self._open if end > until), self._held]
+        left = [slot for slot, end in self._open if end > until] + ([] if self._held is None else [self._held])
         self._open = deque(one for one in self._open if one[1] <= until)
         self._held = None
         return left
@@ -238,37 +250,3 @@ class Sampler(Order):
         while self._open and (self._open[0][1] <= until or len(self._open) > _MOST_OPEN):
             done.append(self._open.popleft()[0])
         return done
-
-
-class Lead:
-    """How far a loader draws samples ahead of training, found by counting.
-
-    With taken(s) samples drawn at the end of step s, a loader that draws `a - 1` batches ahead has trained on
-    taken(s - a + 1) of them. `a` is the number of batches drawn before the first step of a pass has ended.
-    """
-
-    def __init__(self) -> None:
-        self.trained = 0
-        self._base = self._first = self._before = 0
-        self._batch = 0  # the fewest samples drawn in one step, once known
-        self._taken: deque[int] = deque()
-
-    def drained(self, taken: int) -> None:
-        """All that was drawn is trained on, and a new pass begins."""
-        self.trained = self._base = taken
-        self._first = self._batch = 0
-        self._taken = deque()
-
-    def stepped(self, taken: int) -> None:
-        """A step has ended, and so many samples were drawn by now."""
-        if not self._first:
-            self._first = self._before = taken
-            return
-        grown, self._before = taken - self._before, taken
-        if grown > 0 and not 0 < self._batch <= grown:  # a step that is skipped makes the next one seem larger
-            self._batch = grown
-            self._taken = deque(self._taken, maxlen=math.ceil((self._first - self._base) / grown) or 1)
-        if self._batch:
-            self._taken.append(taken)
-            if len(self._taken) == self._taken.maxlen:
-                self.trained = max(self.trained, self._taken[0])

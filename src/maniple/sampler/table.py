@@ -126,7 +126,8 @@ class Table:
             self._seen = departures
         if place is None or cursor == self.chunks:
             return Verdict.WAIT if self._is_drawing(epoch, me) else Verdict.END
-        slot = self._free()
+        if (slot := self._free()) is None:
+            return Verdict.FULL
         words[_LEASED + slot] = (epoch << 32) | cursor
         words[_OWNERS + slot] = me
         words[_CURSOR + place] = cursor + 1
@@ -202,18 +203,15 @@ class Table:
         others = np.flatnonzero((self._owners != 0) & (self._owners < _DRAWN) & (self._owners != me))
         return any(self._words[_LEASED + slot] >> 32 == epoch for slot in others.tolist())
 
-    def _free(self) -> int:
+    def _free(self) -> int | None:
+        """A slot for one more lease; None if there is none."""
         slot = self._words[_HINT]
         if self._words[_OWNERS + slot]:
             slot = int(np.argmin(self._owners != 0))
-            if self._words[_OWNERS + slot] and (left := self._left_behind()):
-                slot = left[0]  # workers that leave their passes early have filled the table: its oldest entry goes
-            elif self._words[_OWNERS + slot]:
-                raise InvalidArgument(
-                    f"{MOST_LEASES} leases are open, which is the most there can be. Use larger chunks (chunk=), or "
-                    "exchange more often: a lease is done when the center has what was learned from it."
-                )
-        return slot
+        if not self._words[_OWNERS + slot]:
+            return slot
+        left = self._left_behind()  # workers that leave their passes early have filled the table: its oldest entry goes
+        return left[0] if left else None
 
 
 def restore(segment: Segment, number: int, saved: Unfinished) -> None:

@@ -242,6 +242,17 @@ class Reply(Said, frozen=True, tag=45):
     sequence: int
 
 
+_HALF_TEXT = 6000  # characters; a header has 65,535 bytes
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """The refusal that tells of an error; of a long text, its beginning and its end."""
+    text = str(error)
+    if len(text) > 2 * _HALF_TEXT:
+        text = f"{text[:_HALF_TEXT]}\n... ({len(text):,} characters) ...\n{text[-_HALF_TEXT:]}"
+    return Refusal(type(error).__name__, text)
+
+
 Message = (
     Hello
     | Proof

@@ -1,6 +1,5 @@
 """The seat of a worker that reaches its host over the network."""
 
-import functools
 import os
 import tempfile
 import time
@@ -50,6 +49,7 @@ class Far:
             limits=replace(place.limits, max_epochs=told.max_epochs),
         )
         self._lenders: list[Questions] = []
+        self._questions = self._new_questions()
         self.events = Events(None, sink=self._control.write, worker=told.rank)
         self._link = Link(
             door,
@@ -103,10 +103,6 @@ class Far:
     def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any:
         """The controller's answer."""
         return self._questions.ask(request, info, timeout_s=timeout_s)
-
-    @functools.cached_property
-    def _questions(self) -> Questions:
-        return self._new_questions()
 
     def _new_questions(self) -> Questions:
         return Questions(self._door, who=self._who, count=self._count, is_over=lambda: self.is_over)

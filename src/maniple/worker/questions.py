@@ -10,6 +10,7 @@ import msgspec
 from maniple.center.link import Door, Link, checked
 from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.wire.messages import Reply, Request
+from maniple.wire.plain import plain
 from maniple.worker.seat import Count
 
 _MAX_ANSWER_BYTES = 8 << 20
@@ -63,6 +64,7 @@ class Questions:
             except OSError as error:
                 self._link.drop(str(error))
                 self._mind_deadline(deadline, request, timeout_s, str(error))
+                time.sleep(0.02)
             except BaseException:  # a late answer must not be taken for that of another question
                 self._link.drop("interrupted")
                 raise
@@ -91,15 +93,8 @@ class Questions:
 
 def _encode(request: str, info: Mapping[str, Any]) -> bytes:
     try:
-        return msgspec.json.encode(info, enc_hook=_plain)
+        return msgspec.json.encode(info, enc_hook=plain)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(
             f"ask({request!r}) cannot send what it was given: {error}. Give numbers, words, lists and dicts of them."
         ) from None
-
-
-def _plain(value: Any) -> Any:
-    """NumPy and torch scalars and arrays as numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")

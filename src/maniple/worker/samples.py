@@ -28,6 +28,7 @@ class Samples:
         shuffle: bool,
         chunk: int | None,
         should_stop: Callable[[], bool],
+        is_shared: Callable[[], bool],
     ) -> Sampler | Shard:
         """One more sampler. All workers make theirs in the same order; `--max-epochs` holds for the first."""
         if count < 1 or (chunk is not None and chunk < 1):
@@ -44,7 +45,7 @@ class Samples:
             sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
-            sampler = _kind(Sampler)(count, lender=lender, world=place.world, **settings)
+            sampler = _kind(Sampler)(count, lender=lender, world=place.world, is_shared=is_shared, **settings)
         self._samplers.append(sampler)
         return sampler
 
@@ -68,10 +69,10 @@ class Samples:
         for sampler in self._samplers:
             sampler.settled()
 
-    def finish(self) -> None:
-        """No sample will be taken any more."""
+    def finish(self, *, is_early: bool) -> None:
+        """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""
         for sampler in self._samplers:
-            sampler.finish()
+            sampler.finish(is_early=is_early)
 
 
 def _kind(sampler: type[Kind]) -> type[Kind]:

@@ -4,7 +4,7 @@ reaches it over the network."""
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from maniple.adapters import Adapter
 from maniple.center import ByteLocks, Segment, Shared
@@ -16,9 +16,6 @@ from maniple.record import Events, Folder
 from maniple.rules import warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
 from maniple.sampler.lease import Holder, Verdict
-
-if TYPE_CHECKING:
-    from maniple.worker.questions import Questions
 
 Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
@@ -73,20 +70,24 @@ class Near:
         from maniple.center.link import Door
         from maniple.wire.messages import Join
         from maniple.worker.control import Control
+        from maniple.worker.questions import Questions
 
         assert place.segment is not None
         self.place = place
         self._segment = Segment(place.segment)
+        if self._segment.state(place.rank) == LEFT:  # this process has joined, left, and joins again
+            self._segment.renew(place.rank)
         self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._segment.mark(place.rank, LIVE)
         self._tables: list[Table] = []
-        self._count = count
-        self._door = Door.of(place)
+        door = Door.of(place)
         self._control = Control(
-            self._door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
+            door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
         )
         self._control.start()
+        who = (self._holder.rank, self._holder.incarnation)
+        self._questions = Questions(door, who=lambda: who, count=count, is_over=lambda: self.is_over)
 
     @property
     def is_over(self) -> bool:
@@ -120,13 +121,6 @@ class Near:
     def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any:
         """The controller's answer."""
         return self._questions.ask(request, info, timeout_s=timeout_s)
-
-    @functools.cached_property
-    def _questions(self) -> "Questions":
-        from maniple.worker.questions import Questions
-
-        who = (self._holder.rank, self._holder.incarnation)
-        return Questions(self._door, who=lambda: who, count=self._count, is_over=lambda: self.is_over)
 
     def absence(self) -> None:
         """The host's memory is never away."""

@@ -176,6 +176,7 @@ class Worker:
             shuffle=shuffle,
             chunk=chunk,
             should_stop=self._is_told_to_stop,
+            is_shared=lambda: bool(self._replicas),
         )
 
     def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
@@ -222,7 +223,7 @@ class Worker:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
             if not self._has_failed:
-                self._samples.finish()
+                self._samples.finish(is_early=self._exit_code is not None or self._is_told_to_stop())
         finally:
             self._feeds.close()
             if self._seat is not None:
