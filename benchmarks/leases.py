@@ -1,4 +1,6 @@
-"""What do leases cost? The same loop over a worker's sampler and over a permutation made before, per training step.
+"""What do leases cost? The same loop over a worker's sampler and over a plain permutation, per training step.
+
+    bare    a new permutation in each pass, of which each worker takes its part, as any sampler with one shuffle does
 
     near    workers that share memory with their host; far: over loopback TCP
     for     `for index in sampler`, a batch collected by hand; batches: `sampler.batches(size)`
@@ -30,7 +32,9 @@ import numpy as np, maniple
 worker = maniple.join()
 count, passes, workers = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 sampler = worker.sampler(count)
-order = np.random.default_rng(1).permutation(count)[: count // workers]
+
+def fresh():
+    return np.random.default_rng([1, len(found)]).permutation(count)[: count // workers]
 
 def by_hand(indices, size):
     batch = []
@@ -40,7 +44,7 @@ def by_hand(indices, size):
             yield batch
             batch = []
 
-def cut(size):
+def cut(order, size):
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
@@ -49,7 +53,7 @@ def clocks():
 
 def timed(batches, tell):
     begin, steps = clocks(), 0
-    for batch in batches:
+    for batch in batches():
         steps += 1
         if tell:
             sampler.stepped()
@@ -66,10 +70,10 @@ found = {}
 for _ in range(passes):
     for size in (32, 128):
         for name, loops in {
-            "for": (lambda: by_hand(order.tolist(), size), lambda: by_hand(sampler, size)),
-            "batches": (lambda: cut(size), lambda: sampler.batches(size)),
+            "for": (lambda: by_hand(fresh().tolist(), size), lambda: by_hand(sampler, size)),
+            "batches": (lambda: cut(fresh(), size), lambda: sampler.batches(size)),
         }.items():
-            bare, leased = timed(loops[0](), False), timed(loops[1](), True)
+            bare, leased = timed(loops[0], False), timed(loops[1], True)
             found.setdefault(f"{name} {size}", []).append((bare, leased))
 with open(f"found-{worker.rank}.json", "w") as file:
     json.dump(found, file)
