@@ -12,20 +12,25 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from maniple.center import Segment
+from maniple.center.link import Door
 from maniple.errors import Conflict, HostAway, InvalidArgument, ManipleError, ProducerFailed, WaitedTooLong
-from maniple.feed import roll
+from maniple.feed import remote, roll
 from maniple.feed.batch import Batch
 from maniple.feed.batches import Batches
 from maniple.feed.near import NearSink, NearSource
+from maniple.feed.producer import Feed
 from maniple.feed.remote import RemoteSink, RemoteSource
 from maniple.feed.ring import EMPTY, MARK, STATE, Ring
-from maniple.place import Place
+from maniple.launch.producers import Producers
+from maniple.place import Place, environment
+from maniple.wire.address import Address
 
 from ..serving import TOKEN, Serving
 
@@ -47,6 +52,12 @@ class Ends:
         else:
             path = self.host.segment.path
             self.opened.append(NearSink(path, name, index=index, count=count, number=-1, high_water=high_water))
+        return self.opened[-1]
+
+    def launched(self, name: str, number: int, **rest: Any) -> NearSink:
+        """The end of a producer that the launcher has started: it is on the host's machine."""
+        told = {"index": 0, "count": 1, "high_water": 4} | rest
+        self.opened.append(NearSink(self.host.segment.path, name, number=number, **told))
         return self.opened[-1]
 
     def source(self, name: str = "x") -> Any:
@@ -98,6 +109,12 @@ def ends(request: pytest.FixtureRequest, tmp_path) -> Iterator[Ends]:
 def kill(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=WAIT_S)
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """A `should_stop` for a loop that would not end otherwise."""
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() > deadline
 
 
 def push(sink: Any, *arrays: Any) -> None:
@@ -277,6 +294,16 @@ def test_batch_of_a_worker_killed_while_taking_it_goes_to_another(ends):
     assert sorted(arrays[0].tolist() for arrays in ends.batches()) == [[1.0], [2.0]]
 
 
+def test_batch_of_a_dead_worker_is_the_next_one_though_others_wait(ends):
+    sink, dead = ends.sink(), Ring(ends.host.segment.path, "x")
+    for number in range(3):
+        push(sink, number)
+    assert dead.take() is not None
+    dead.locks.close()  # as its death does
+    source = ends.source()
+    assert [int(source.take(WAIT_S)[0]) for _ in range(3)] == [0, 1, 2]
+
+
 def test_producer_killed_while_filling_a_slot_leaves_the_room_to_others(tmp_path):
     ends = Ends(Alone(tmp_path), False)
     try:
@@ -358,6 +385,112 @@ def test_producer_that_never_comes_is_not_waited_for_without_end(ends, monkeypat
     ends.sink("y", index=0, count=2).end(None)
     with pytest.raises(WaitedTooLong, match=r"producers \[1\] of feed 'y'"):
         list(ends.batches("y"))
+
+
+def test_wrong_name_is_said_while_the_producers_wait_for_room_elsewhere(ends, monkeypatch):
+    monkeypatch.setattr(roll, "COME_S", 0.2)
+    roll.begin(ends.host.segment.path, 1)
+    sink = ends.launched("batches", 0, high_water=2)
+    push(sink, [1.0])
+    # There is room: it may do anything next.
+    assert list(ends.batches("batchs", should_stop=for_seconds(0.6))) == []
+    push(sink, [2.0])
+    with pytest.raises(WaitedTooLong, match=r"feed 'batchs'(?s:.*)Producers push to: batches\."):
+        list(ends.batches("batchs", should_stop=for_seconds(20)))
+    sink.end(None)
+    assert len(list(ends.batches("batches"))) == 2
+
+
+def test_wait_for_a_producer_begins_when_none_is_seen(ends, monkeypatch):
+    monkeypatch.setattr(roll, "COME_S", 0.3)
+    ring = Ring(ends.host.segment.path, "x")
+    ends.opened.append(ring)
+    watch = roll.Watch(ring)
+    time.sleep(0.4)  # the worker did something else
+    assert not watch.has_ended()
+    time.sleep(0.4)
+    with pytest.raises(WaitedTooLong, match="a producer for feed 'x', and none came"):
+        watch.has_ended()
+
+
+def test_producers_of_a_killed_launcher_have_failed_if_no_others_are_started(ends):
+    path = ends.host.segment.path
+    roll.begin(path, 2)
+    sinks = [ends.launched(name, number) for number, name in enumerate(("ended", "x"))]
+    push(sinks[0], [1.0])
+    sinks[0].end(None)
+    roll.mark(path, 0, is_well=True)
+    sinks[1].close()  # as its death does
+    job, host = SimpleNamespace(feeds=[], producers=1), SimpleNamespace(segment=ends.host.segment)
+    Producers(job, host, threads={}, reach=Place())
+    with pytest.raises(ProducerFailed, match="producer 0 of feed 'x' ended before its data did"):
+        list(ends.batches(should_stop=for_seconds(20)))
+    assert len(list(ends.batches("ended"))) == 1
+
+
+def test_new_producers_of_a_launcher_leave_the_feeds_of_others_alone(ends):
+    path = ends.host.segment.path
+    roll.begin(path, 1)
+    by_hand, old = ends.sink("mine"), ends.launched("x", 0)
+    push(by_hand, [1.0])
+    push(old, [2.0])
+    old.close()  # as its death does
+    roll.begin(path, 1)
+    new = ends.launched("x", 0)
+    push(new, [3.0])
+    new.end(None)
+    by_hand.end(None)
+    for name, value in (("mine", 1.0), ("x", 3.0)):
+        assert [arrays[0].tolist() for arrays in ends.batches(name, should_stop=for_seconds(20))] == [[value]]
+
+
+def test_producer_started_by_hand_may_come_before_the_launchers(ends, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    path = ends.host.segment.path
+    roll.begin(path, 2)
+    early = ends.sink()
+    for name, value in environment(Place(segment=path, producer=0, producers=1, producer_number=1)).items():
+        monkeypatch.setenv(name, value)
+    feed = Feed("x", high_water=4)
+    assert (feed.index, feed.count) == (0, 1)  # its share is as if the other had not come
+    push(early, [1.0])
+    feed.push([2.0])
+    early.end(None)
+    batches = iter(ends.batches(should_stop=for_seconds(WAIT_S)))
+    assert sorted(next(batches)[0].tolist() for _ in range(2)) == [[1.0], [2.0]]
+    feed._sink.close()  # as its death does
+    roll.mark(path, 1, is_well=False)
+    with pytest.raises(ProducerFailed, match=r"producer-1\.log"):
+        list(batches)
+    feed._is_closed = True
+
+
+def test_connection_that_breaks_after_a_quiet_time_is_mended(tmp_path):
+    host = Serving(tmp_path)
+    place = Place(address=str(host.address), token=TOKEN, host_deadline_s=0.2)
+    sink, source = RemoteSink(place, "x", 4), RemoteSource(place, "x")
+    push(sink, [1.0])
+    assert source.take(WAIT_S)[0].tolist() == [1.0]
+    time.sleep(0.4)
+    for one in (sink, source):
+        one._line._link.abort()
+    push(sink, [2.0])
+    sink.end(None)
+    assert [arrays[0].tolist() for arrays in Batches("x", source)] == [[2.0]]
+    for one in (sink, source, host):
+        one.close()
+
+
+def test_producer_that_ends_does_not_wait_long_for_a_host_that_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_LAST_S", 0.2)
+    host = Serving(tmp_path)
+    sink = RemoteSink(Place(address=str(host.address), token=TOKEN), "x", 4)
+    sink._line._link.abort()
+    sink._line._link._door = Door(Address(path=str(tmp_path / "gone")), TOKEN)
+    with pytest.raises(HostAway, match=r"away for 0\.2 s"):
+        sink.end(None)
+    sink.close()
+    host.close()
 
 
 def test_ends_of_the_run_are_noticed_by_those_who_wait(tmp_path):

@@ -175,6 +175,34 @@ def test_producer_and_workers_elsewhere_reach_the_feed_of_a_host(serve, tmp_path
     assert json.loads((Path(host.folder) / "run.json").read_text())["exit_code"] == 0
 
 
+def test_producers_started_by_hand_end_well_with_the_run(serve, tmp_path):
+    host = serve()
+    env = os.environ | {"MANIPLE_ADDRESS": host.address, "MANIPLE_TOKEN_FILE": str(host.token)}
+    ends = {"busy": "input()", "full": "", "done": "input(); feed.close(); print('closed')"}
+    producers = {}
+    for name, wait in ends.items():
+        code = (
+            f"import maniple; feed = maniple.Feed('{name}', high_water=1); feed.push([1.0]); print('here', flush=True)"
+        )
+        code += f"\n{wait}\nif '{name}' != 'done': feed.push([2.0])"
+        producers[name] = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    for producer in producers.values():
+        assert producer.stdout.readline() == "here\n"
+    assert host.end() == 0
+    for name, producer in producers.items():
+        output, errors = producer.communicate("\n", timeout=60)
+        assert producer.returncode == 0, errors
+        expected = ("closed\n", "") if name == "done" else ("", "maniple: the run has ended")
+        assert output == expected[0] and errors.startswith(expected[1]) and errors.count("\n") <= 1
+
+
 def test_server_killed_under_a_feed_loses_and_doubles_no_push(serve, tmp_path):
     host = serve()
     train = TRAIN.replace("worker.log(number=number)", "worker.log(number=number); import time; time.sleep(0.02)")

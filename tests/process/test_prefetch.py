@@ -90,6 +90,41 @@ def test_tensors_stay_tensors():
     pair[0].add_(1)
 
 
+def test_tensors_come_to_a_trainer_that_has_not_imported_torch(tmp_path):
+    (tmp_path / "torch.py").write_text(  # what is asked of it, in a tenth of the time
+        textwrap.dedent(
+            """
+            import types
+
+            class Tensor:
+                requires_grad, device = False, types.SimpleNamespace(type="cpu")
+                def __init__(self, array): self.array = array
+                def numpy(self): return self.array
+
+            from_numpy = Tensor
+            """
+        )
+    )
+    code = """
+        import sys, numpy as np, maniple
+
+        def batches():
+            import torch
+            yield torch.from_numpy(np.arange(3))
+
+        assert "torch" not in sys.modules
+        print(*(batch.numpy() for batch in maniple.Prefetch(batches())))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0 1 2]\n"), done.stderr
+
+
 def test_exception_is_raised_with_the_remote_traceback_as_cause():
     def batches():
         yield 1
@@ -139,6 +174,13 @@ def test_killed_loader_is_an_error_and_no_hang():
     passed = iter(maniple.Prefetch(Counted(1000), ahead=1))
     os.kill(loader_of(passed), signal.SIGKILL)
     with pytest.raises(ProducerFailed, match="was killed by SIGKILL, in the middle"):
+        list(passed)
+
+
+def test_loader_killed_by_a_signal_without_a_name_is_told_by_its_number():
+    passed = iter(maniple.Prefetch(Counted(1000), ahead=1))
+    os.kill(loader_of(passed), signal.SIGRTMIN + 3)
+    with pytest.raises(ProducerFailed, match=f"was killed by signal {signal.SIGRTMIN + 3}, in the middle"):
         list(passed)
 
 
@@ -212,7 +254,7 @@ def test_script_that_ends_in_the_middle_of_a_pass_ends():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_numeric_libraries_have_one_thread_in_the_loader():
+def test_torch_has_one_thread_in_the_loader():
     torch = pytest.importorskip("torch")
 
     def batches():

@@ -1,6 +1,7 @@
 """The process behind `Prefetch`: runs over the iterable, and hands each batch to its parent."""
 
 import ctypes
+import importlib
 import io
 import mmap
 import os
@@ -96,7 +97,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(array: Array) -> Any:
-    torch: Any = sys.modules["torch"]
+    torch: Any = importlib.import_module("torch")  # the iterable may be the first to have imported it, in its process
     return torch.from_numpy(array)
 
 

@@ -17,6 +17,10 @@ LOOK_S = 0.1  # so often a waiter looks whether the others are alive
 _GLANCE_S = 0.5  # and so often one who need not wait
 
 
+class RunOver(HostAway):
+    """The run has ended, and its feeds with it."""
+
+
 class NearSink:
     """The producer's end."""
 
@@ -53,7 +57,7 @@ class NearSink:
         rung = bell.count
         while (slot := self._ring.reserve()) is None:
             if self._ring.is_gone:
-                raise HostAway("the run has ended, and nobody takes batches any more. Push while it goes on.")
+                raise RunOver("the run has ended, and nobody takes batches any more. Push while it goes on.")
             bell.wait(rung, LOOK_S)
             rung = bell.count
         return slot

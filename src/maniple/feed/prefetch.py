@@ -38,8 +38,8 @@ class Prefetch(Generic[T]):
     itself is lost with it. An exception of the iterable is raised here. The process ends with the pass, and with this
     process.
 
-    Numeric libraries use one thread there, and it cannot use a GPU: load and augment on the CPU, and move batches to
-    the device in the training loop.
+    Torch uses one thread there, and it cannot use a GPU: load and augment on the CPU, and move batches to the device
+    in the training loop.
 
     Args:
         iterable: gives the batches; a generator is good for one pass.
@@ -163,7 +163,9 @@ def _how(process: int) -> str:
     with suppress(ChildProcessError):
         found = os.waitid(os.P_PIDFD, process, os.WEXITED | os.WNOWAIT)
         if found is not None and found.si_code != os.CLD_EXITED:
-            return f"was killed by {signal.Signals(found.si_status).name}"
+            with suppress(ValueError):  # most real-time signals have no name
+                return f"was killed by {signal.Signals(found.si_status).name}"
+            return f"was killed by signal {found.si_status}"
         if found is not None:
             return f"ended with exit code {found.si_status}"
     return "ended"

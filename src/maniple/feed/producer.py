@@ -9,13 +9,14 @@ import atexit
 import os
 import sys
 import traceback
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from maniple.errors import InvalidArgument
+from maniple.errors import HostAway, InvalidArgument
 from maniple.feed.batch import Batch
 from maniple.feed.batches import DEFAULT
-from maniple.feed.near import NearSink
+from maniple.feed.near import NearSink, RunOver
 from maniple.place import Place, find
 
 
@@ -35,7 +36,8 @@ class Feed:
     """This process as a producer: it pushes minibatches to the workers of a run.
 
     The end of the data is signalled by `close`, by the end of a `with` block, or by the end of the script. An exception
-    that ends the script or the block reaches the workers, with its traceback.
+    that ends the script or the block reaches the workers, with its traceback. If the run ends first, `push` ends the
+    script, by SystemExit(0).
 
     Args:
         name: which feed, if the run has several; workers take it by `worker.feed(name)`.
@@ -43,7 +45,8 @@ class Feed:
         address: HOST:PORT of the run's host; by default that of the environment. The token comes from there, too.
 
     Attributes:
-        index, count: which of how many producers this one is, to take its share of the data.
+        index, count: which of how many producers this one is, to take its share of the data; of those that the
+            launcher has started, if it is one of them.
     """
 
     def __init__(self, name: str = DEFAULT, *, high_water: int = 8, address: str | None = None) -> None:
@@ -53,6 +56,8 @@ class Feed:
         self._pid = os.getpid()
         self._is_closed = False
         self._is_launched = place.is_near and place.producer_number >= 0
+        if self._is_launched:  # the shares are those of the launcher's, whoever else may push
+            self.index, self.count = place.producer, place.producers
         self._watch_the_end()
 
     def push(self, *arrays: Any) -> None:
@@ -60,7 +65,11 @@ class Feed:
         if self._is_closed or os.getpid() != self._pid:
             why = "it is closed" if self._is_closed else "this process was forked from its producer"
             raise InvalidArgument(f"nothing can be pushed: {why}. Push from the process that opened the feed.")
-        self._sink.put(Batch.of(arrays))
+        batch = Batch.of(arrays)
+        try:
+            self._sink.put(batch)
+        except RunOver as error:
+            self._leave(error)
 
     def close(self) -> None:
         """Say that no more will come. It happens by itself when the script ends."""
@@ -84,12 +93,20 @@ class Feed:
         finally:
             self._sink.close()
 
+    def _leave(self, error: RunOver) -> NoReturn:
+        """End as the producers that a launcher has started do: with the run, and well."""
+        self._is_closed = True  # there is nobody left to be told
+        self._sink.close()
+        print(f"maniple: {error}", file=sys.stderr)
+        raise SystemExit(0) from error
+
     def _watch_the_end(self) -> None:
         before = sys.excepthook
 
         def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             before(kind, error, trace)
-            self._end("".join(traceback.format_exception(kind, error, trace)))
+            with suppress(HostAway):  # one error is enough
+                self._end("".join(traceback.format_exception(kind, error, trace)))
 
         sys.excepthook = tell
         if not self._is_launched:  # else the launcher tells, by the exit code, which is not known here

@@ -18,6 +18,7 @@ from maniple.contracts import Array
 from maniple.errors import BadFrame, HostAway, ManipleError
 from maniple.feed.batch import Batch as Arrays
 from maniple.feed.batch import read
+from maniple.feed.near import RunOver
 from maniple.place import Place
 from maniple.wire.batches import Batch, End, Fetch, Got, Later, Over, Push, Room, Supplied, Supply
 from maniple.wire.messages import Message, Refusal
@@ -25,21 +26,17 @@ from maniple.wire.stream import Stream
 
 T = TypeVar("T")
 
-_FIRST_S = 60.0  # for so long a host is waited for at the first contact
+_FIRST_S = _LAST_S = 60.0  # for so long a host is waited for at the first contact, and to be told of the end
 _MAX_TRACE_BYTES = 1 << 19
 
 
-class RunOver(HostAway):
-    """The host says that the run has ended."""
-
-
 class _Line:
-    """A connection that is mended when it breaks, until the host was silent for too long."""
+    """A connection that is mended when it breaks, unless that takes longer than `deadline_s`."""
 
     def __init__(self, place: Place) -> None:
         self._link = Link(Door.of(place), "feed")
-        self._deadline_s = place.host_deadline_s
-        self._heard = time.monotonic()
+        self.deadline_s = place.host_deadline_s
+        self._broken_since: float | None = None
         insist(self._link, lambda: None, _FIRST_S)
 
     def stream(self) -> Stream:
@@ -49,9 +46,9 @@ class _Line:
     def hear(self, stream: Stream) -> tuple[Message, int]:
         """What the host says next."""
         message, size = stream.receive()
-        self._heard = time.monotonic()
+        self._broken_since = None
         if isinstance(message, Refusal) and message.kind == "RunOver":
-            raise RunOver("the run has ended, and its feeds with it.")
+            raise RunOver("the run has ended, and nobody takes batches any more. Push while it goes on.")
         return checked(message), size
 
     def hear_out(self, stream: Stream) -> Message:
@@ -75,9 +72,11 @@ class _Line:
             return None
 
     def _mind_break(self, error: BaseException) -> None:
-        if time.monotonic() - self._heard > self._deadline_s:
+        if self._broken_since is None:
+            self._broken_since = time.monotonic()
+        if time.monotonic() - self._broken_since > self.deadline_s:
             raise HostAway(
-                f"the host has been away for {self._deadline_s:g} s: {error}. Start it again with `maniple serve "
+                f"the host has been away for {self.deadline_s:g} s: {error}. Start it again with `maniple serve "
                 "--resume RUN`; raise --host-deadline if it may be away for longer."
             ) from error
         time.sleep(0.02)
@@ -111,6 +110,7 @@ class RemoteSink:
     def end(self, failure: str | None) -> None:
         """Say that no more will come."""
         trace = (failure or "").encode(errors="replace")[-_MAX_TRACE_BYTES:]
+        self._line.deadline_s = min(_LAST_S, self._line.deadline_s)  # all batches have come: little is left to lose
         with suppress(RunOver):  # nobody is left to be told
             self._line.insist(lambda: self._say_end(End(failure is not None), trace))
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from maniple.errors import Conflict, InvalidArgument, ProducerFailed, WaitedTooLong
 from maniple.feed.ring import (
     COUNT,
+    EMPTY,
     FIRST,
+    LAST,
     LIFE,
     MARK,
     MAX_PRODUCERS,
@@ -22,14 +24,17 @@ from maniple.feed.ring import (
     MISSED,
     PRODUCER_LOCK,
     PUSHED,
+    STATE,
     WHO,
     Ring,
+    peek,
 )
 
 NEVER, LIVE, ENDED, FAILED = range(4)
 AWAY_S = 10.0  # for so long a producer elsewhere may be cut off
-COME_S = 60.0  # for so long the first producer is waited for, if nobody has started one
-_NEAR, _FAR, _LAUNCHED = 0, -1, -2  # in the word MISSED; of one who is far, also when it was missed first
+COME_S = 60.0  # for so long a producer is waited for while nobody is there who could push
+# In the word MISSED; of one who is far, also when it was missed first; of one that was launched, less its number.
+_NEAR, _FAR, _LAUNCHED = 0, -1, -2
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,9 @@ def enrol(ring: Ring, ticket: Ticket) -> tuple[int, int, int] | None:
         words[MARK] = ticket.high_water
         words[COUNT] = max(words[COUNT], ticket.count, index + 1)
         if ticket.number >= 0:
-            words[FIRST] = ticket.number - index + 1
+            words[FIRST] = ticket.number - ticket.index + 1
         words[WHO + index] = ticket.who
-        words[MISSED + index] = _LAUNCHED if ticket.number >= 0 else _FAR if ticket.is_far else _NEAR
+        words[MISSED + index] = _LAUNCHED - ticket.number if ticket.number >= 0 else _FAR if ticket.is_far else _NEAR
         words[LIFE + index] = max(words[LIFE + index], LIVE)
         return index, words[COUNT], max(words[PUSHED + index], ring.newest(index))
 
@@ -102,16 +107,18 @@ class Watch:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._since = time.monotonic()  # nobody who could push was there since then
+        self._since: float | None = None  # nobody who could push was there since then
+        self._stand: dict[str, int] | None = None  # of feeds in which all who could open this one are held up
 
     def has_ended(self) -> bool:
         """All producers have ended and nothing is left. ProducerFailed if one has not ended well."""
         ring = self._ring
         with ring.alone:
+            is_empty = ring.is_empty()  # always: what the dead have held must not stay until the others are taken
             fates = [self._fate(index) for index in range(ring.words[COUNT])]
             missing = [index for index, fate in enumerate(fates) if fate == NEVER]
-            if LIVE in fates or (not ring.is_empty()):
-                self._since = time.monotonic()
+            if LIVE in fates or not is_empty:
+                self._since = None
                 return False
             if fates and not missing:
                 return True
@@ -134,7 +141,7 @@ class Watch:
     def _judge(self, index: int) -> int:
         """What a producer is that has ended without a word."""
         words = self._ring.words
-        if words[MISSED + index] == _LAUNCHED:
+        if words[MISSED + index] <= _LAUNCHED:
             return self._told(index)
         if words[MISSED + index] == _NEAR:
             return FAILED
@@ -148,7 +155,8 @@ class Watch:
         return (marks[number] if number < len(marks) else NEVER) or LIVE
 
     def _number(self, index: int) -> int:
-        return self._ring.words[FIRST] - 1 + index
+        missed = self._ring.words[MISSED + index]
+        return _LAUNCHED - missed if missed <= _LAUNCHED else self._ring.words[FIRST] - 1 + index
 
     def _failure(self, index: int) -> str:
         ring = self._ring
@@ -157,32 +165,53 @@ class Watch:
             text = path.read_text(errors="replace")
             return f"{which} has failed, so that batches are missing. It says:\n{text}"
         where = "It was killed, or its connection has been cut for too long."
-        if ring.words[MISSED + index] == _LAUNCHED or ring.words[LIFE + index] == NEVER:
+        if ring.words[MISSED + index] <= _LAUNCHED or ring.words[LIFE + index] == NEVER:
             where = f"What it printed is in logs/producer-{self._number(index)}.log of the run folder."
         return f"{which} ended before its data did, so that batches are missing. {where}"
 
     def _await(self, missing: list[int]) -> None:
         """Nobody is there who could push: some may still come, but not for ever."""
         ring, marks = self._ring, read_marks(self._ring.segment)
-        if marks and not ring.words[COUNT]:
-            if 0 in marks:
-                return  # a script of the launcher's is alive, and may open the feed yet
-            raise ProducerFailed(
-                f"feed {ring.name!r} was never opened, and all {len(marks)} producers have ended. Is it the name that "
-                "they push to? Theirs: " + (_others(ring) or "none") + "."
-            )
+        if marks and not ring.words[COUNT] and self._may_open(marks):
+            self._since = None
+            return
+        if self._since is None:
+            self._since = time.monotonic()
         if time.monotonic() - self._since > COME_S:
             who = f"producers {missing} of" if missing else "a producer for"
+            others = _names(ring)
             raise WaitedTooLong(
-                f"waited {COME_S:g} s for {who} feed {ring.name!r}, and none came. Start one with `maniple run --feed "
-                "produce.py`, or anywhere with MANIPLE_ADDRESS and MANIPLE_TOKEN_FILE set."
+                f"waited {COME_S:g} s for {who} feed {ring.name!r}, and none came. "
+                + (f"Is the name right? Producers push to: {others}. If it is, start" if others else "Start")
+                + " one with `maniple run --feed produce.py`, or anywhere with MANIPLE_ADDRESS and MANIPLE_TOKEN_FILE "
+                "set."
             )
+
+    def _may_open(self, marks: bytes) -> bool:
+        """A producer of the launcher's may open this feed yet: one is alive, and does not just wait for room."""
+        if 0 not in marks:
+            raise ProducerFailed(
+                f"feed {self._ring.name!r} was never opened, and all {len(marks)} producers have ended. Is it the name "
+                f"that they push to? Theirs: {_names(self._ring) or 'none'}."
+            )
+        before, self._stand = self._stand, _stand(self._ring, marks)
+        return self._stand is None or self._stand != before
 
 
 def begin(segment: Path, count: int) -> None:
-    """Begin the launcher's notes on `count` producers; feeds that a killed host has left are gone with theirs."""
+    """Begin the launcher's notes on `count` producers.
+
+    Those of a launcher that was killed have died with it. Their feeds make room for those of the new ones; if there
+    are none, they have failed.
+    """
+    if not count:
+        if marks := read_marks(segment):
+            (segment / "producers").write_bytes(marks.replace(b"\0", bytes([FAILED])))
+        return
     for path in segment.glob("feed-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        words = peek(path)
+        if words is not None and words[FIRST]:  # else its producers were started by hand, and are alive maybe
+            shutil.rmtree(path, ignore_errors=True)
     (segment / "producers").write_bytes(bytes(count))
 
 
@@ -202,12 +231,15 @@ def read_marks(segment: Path) -> bytes:
 
 def _place(ring: Ring, ticket: Ticket) -> int:
     """The index that a producer had, wants or gets."""
-    lives, whos = (ring.words[start : start + MAX_PRODUCERS].tolist() for start in (LIFE, WHO))
+    words = ring.words
+    lives, whos = (words[start : start + MAX_PRODUCERS].tolist() for start in (LIFE, WHO))
     if ticket.who in whos:
         return whos.index(ticket.who)
-    if ticket.index >= 0:
+    # One that was started by hand may have come before the launcher's own.
+    is_taken = ticket.number >= 0 and lives[ticket.index] != NEVER and words[MISSED + ticket.index] > _LAUNCHED
+    if ticket.index >= 0 and not is_taken:
         return ticket.index
-    first = ring.words[COUNT] if ring.words[FIRST] else 0  # the launcher's own may not have come yet
+    first = ticket.count if is_taken else words[COUNT] if words[FIRST] else 0  # those of the launcher may come yet
     if NEVER not in lives[first:]:
         raise InvalidArgument(f"feed {ring.name!r} has had {MAX_PRODUCERS} producers, and no more can come.")
     return lives.index(NEVER, first)
@@ -239,7 +271,25 @@ def _is_over(ring: Ring) -> bool:
     return count > 0 and all(state >= ENDED for state in ring.words[LIFE : LIFE + count].tolist())
 
 
-def _others(ring: Ring) -> str:
-    return ", ".join(
-        sorted(path.name.removeprefix("feed-") for path in ring.segment.glob("feed-*") if path != ring.folder)
-    )
+def _others(ring: Ring) -> dict[str, memoryview]:
+    """The tables of the other feeds to which somebody has pushed, as they are now."""
+    tables = {path.name: peek(path) for path in sorted(ring.segment.glob("feed-*")) if path != ring.folder}
+    return {name.removeprefix("feed-"): words for name, words in tables.items() if words is not None}
+
+
+def _names(ring: Ring) -> str:
+    return ", ".join(_others(ring))
+
+
+def _stand(ring: Ring, marks: bytes) -> dict[str, int] | None:
+    """How many batches the full feeds have had, if all living producers of the launcher wait for room in them."""
+    full = {name: words for name, words in _others(ring).items() if EMPTY not in words[STATE : STATE + words[MARK]]}
+    held_up = {number for words in full.values() for number in _launched(words)}
+    living = {number for number, mark in enumerate(marks) if not mark}
+    return {name: words[LAST] for name, words in full.items()} if living <= held_up else None
+
+
+def _launched(words: memoryview) -> list[int]:
+    """The numbers of the launcher's producers that a table tells to be alive."""
+    found = [words[MISSED + index] for index in range(words[COUNT]) if words[LIFE + index] == LIVE]
+    return [_LAUNCHED - missed for missed in found if missed <= _LAUNCHED]

@@ -1,8 +1,10 @@
 """The host's half of a feed over TCP: one producer's or one worker's connection, served from the ring."""
 
+import atexit
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from maniple.errors import BadFrame
@@ -18,6 +20,8 @@ from maniple.wire.stream import NEVER_S, TIMEOUT_S, Stream
 
 _SAY_S = 1.0  # so often the other side hears that the host is alive
 _MAX_TRACE_BYTES = 1 << 20
+
+_intakes: "set[_Intake]" = set()  # those that are open
 
 
 def serve_feed(stream: Stream, segment: Path, worker: str, is_over: Callable[[], bool]) -> None:
@@ -45,10 +49,14 @@ class _Side:
         self._stream, self._ring, self._is_over = stream, ring, is_over
         self._said = time.monotonic()
 
+    def say_over(self) -> None:
+        """Tell the other side that the run has ended."""
+        self._stream.send(Refusal("RunOver", "the run has ended"))
+
     def _pause(self, bell: Bell, rung: int) -> int:
         """Wait a little, and say now and then that it goes on; gives the bell's count."""
         if self._is_over():
-            self._stream.send(Refusal("RunOver", "the run has ended"))
+            self.say_over()
             self._stream.linger()
             raise _RunOver
         if time.monotonic() - self._said > _SAY_S:
@@ -70,10 +78,20 @@ class _Intake(_Side):
                 self._pause(self._ring.room, self._ring.room.count)
             self._index, _, self._pushed = entered
             self._stream.send(Supplied(*entered))
+            _intakes.add(self)
             while self._hear():
                 pass
         except _RunOver:
             return
+        finally:
+            _intakes.discard(self)
+
+    def part(self) -> None:
+        """Leave a word for a producer that computes its next batch: it reads it when it comes to push."""
+        if self._is_over():
+            with suppress(OSError):
+                self._stream.set_timeout(1.0)
+                self.say_over()
 
     def _hear(self) -> bool:
         """One thing that the producer says; False after its last word."""
@@ -151,3 +169,10 @@ class _Outlet(_Side):
         if stream.receive_message() != Got(number):
             raise BadFrame(f"batch {number} was sent, and something else was got.")
         ring.release(slot)
+
+
+@atexit.register
+def _part() -> None:
+    # When the server's process ends with the run, without waiting for producers that are busy elsewhere.
+    for intake in list(_intakes):
+        intake.part()

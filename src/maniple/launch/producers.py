@@ -53,8 +53,7 @@ class Producers:
         self._failure: WorkerFailed | None = None
         self._deadline = 0.0
         self._segment = host.segment.path
-        if count:
-            begin(self._segment, count)
+        begin(self._segment, count)
 
     def fail(self, failure: WorkerFailed) -> None:
         """A producer has failed. The workers see it by themselves, and have a moment to say so."""
