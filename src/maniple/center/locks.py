@@ -45,12 +45,17 @@ class ByteLocks:
         """Unlock one byte."""
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
+    def insist(self, byte: int, *, timeout_s: float, what: str) -> None:
+        """Lock one byte, waiting for it if need be; for those who cannot afford a `with` block of `hold`."""
+        if not self.take(byte):
+            patience = Patience(timeout_s)
+            while not self.take(byte):
+                patience.wait(what)
+
     @contextmanager
     def hold(self, byte: int, *, timeout_s: float, what: str) -> Generator[None]:
         """Lock one byte for the length of a `with` block."""
-        patience = Patience(timeout_s)
-        while not self.take(byte):
-            patience.wait(what)
+        self.insist(byte, timeout_s=timeout_s, what=what)
         try:
             yield
         finally:

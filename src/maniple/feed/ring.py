@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maniple.center.locks import ByteLocks, Patience
+from maniple.center.locks import ByteLocks
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument, SharedMemoryFull
 from maniple.feed.bell import Bell
@@ -184,13 +184,10 @@ class _Alone:
     """The lock of a whole table, for a `with` block."""
 
     def __init__(self, locks: ByteLocks, name: str) -> None:
-        self._locks, self._name = locks, name
+        self._locks, self._what = locks, f"the table of feed {name!r}"
 
     def __enter__(self) -> None:
-        if not self._locks.take(_TABLE_LOCK):
-            patience = Patience(_PATIENCE_S)
-            while not self._locks.take(_TABLE_LOCK):
-                patience.wait(f"the table of feed {self._name!r}")
+        self._locks.insist(_TABLE_LOCK, timeout_s=_PATIENCE_S, what=self._what)
 
     def __exit__(self, *_: object) -> None:
         self._locks.give(_TABLE_LOCK)

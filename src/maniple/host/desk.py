@@ -135,11 +135,13 @@ class Desk:
                 controller.decisions.count(who, question.steps, question.samples)
                 self._look(now)
                 controller.asking, controller.is_finished = who, question.is_finished
+                bests = controller.decisions.known.bests
                 kind, answer = self._handled(question, info)
                 self._minutes.answered[worker] = (question.sequence, kind, answer)
                 self._look(now)
                 self._keep(now)
-                self._best.prune(controller.decisions.known.bests)
+                if controller.decisions.known.bests > bests:  # written down: the one before is not needed any more
+                    self._best.prune(controller.decisions.known.bests)
         if kind:
             raise_remote(kind, msgspec.json.decode(answer))
         return bytes(answer)

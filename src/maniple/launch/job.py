@@ -13,7 +13,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.place import HOST_DEADLINE_S, THREAD_VARIABLES, Limits
+from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -105,7 +105,7 @@ class Job:
             "devices": list(self.devices),
             "hosts": list(self.hosts),
             "restarts": self.restarts,
-            "seed": self.seed,
+            "seed": self.settled_seed,
             "wire": self.wire,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
@@ -126,6 +126,11 @@ class Job:
             return shlex.split(self.feeds[number])
         except ValueError as error:
             raise InvalidArgument(f"--feed {self.feeds[number]!r} cannot be split into words: {error}.") from None
+
+    @property
+    def settled_seed(self) -> int:
+        """The seed that was asked for, or the usual one."""
+        return DEFAULT_SEED if self.seed is None else self.seed
 
     @property
     def workers_per_node(self) -> int:

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
-from maniple.place import DEFAULT_SEED, Place, asked_threads, shared_memory
+from maniple.place import Place, asked_threads, shared_memory
 from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
@@ -49,8 +48,6 @@ def run_local(job: Job) -> int:
 def _begin(job: Job) -> "_Run":
     if (run := job.resume) is not None:
         job = remembered(job, run)
-    job = replace(job, seed=DEFAULT_SEED if job.seed is None else job.seed)
-    if run is not None:
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
         host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
@@ -75,7 +72,7 @@ class _Run:
             segment=host.segment.path,
             rule=job.rule,
             pace=job.pace,
-            seed=DEFAULT_SEED if job.seed is None else job.seed,
+            seed=job.settled_seed,
             wire=job.wire,
             host_deadline_s=job.host_deadline_s,
             limits=job.limits,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maniple.center.locks import ByteLocks, Patience
+from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment, refusal
 from maniple.errors import InvalidArgument
 from maniple.sampler.lease import Holder, Lease, Terms, Unfinished, Verdict
@@ -135,11 +135,7 @@ class Table:
         return Lease(slot, epoch, cursor)
 
     def _hold(self) -> None:
-        """Lock the table; without `ByteLocks.hold`, which costs as much as all the rest of a lease."""
-        if not self._locks.take(0):
-            patience = Patience(_LOCK_S)
-            while not self._locks.take(0):
-                patience.wait("the table of leases")
+        self._locks.insist(0, timeout_s=_LOCK_S, what="the table of leases")
 
     def unfinished(self) -> Unfinished:
         """How far the table is, as a snapshot keeps it."""
