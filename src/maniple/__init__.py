@@ -7,11 +7,11 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     launch                         starts workers and looks after them
     controller                     answers the workers' questions
     host | worker                  the owner of a run; a process that trains
-    client | sampler | decisions | feed  named arrays at a host; which samples a worker takes; train, validate or stop;
-                                   batches that others make
+    client | sampler | decisions | feed | circle  named arrays at a host; which samples a worker takes; train, validate
+                                   or stop; batches that others make; the workers as equals
     center                         the shared parameters
     rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
-    record | layout | place        the run folder, places in the flat vector, who am I
+    record | layout | place | bell  the run folder, places in the flat vector, who am I, waking those who wait
     contracts                      what the parts must offer to each other
     errors
 """

@@ -109,3 +109,71 @@ class Center(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Round:
+    """What one meeting of the circle did."""
+
+    ranks: tuple[int, ...]  # whose values are in it
+    weight: float = 1.0  # the sum of their weights; 0: all have come to their end
+    waited_s: float = 0.0  # for the others
+
+
+class Resident(Protocol):
+    """Flat vectors that live where the circle reduces them, one per dtype, so that nothing is copied."""
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """NumPy arrays; torch tensors if they were asked for on a device."""
+        ...
+
+    def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
+        """Replace the vectors by what all workers' vectors make together: the same bits for everybody."""
+        ...
+
+
+class Circle(Protocol):
+    """The workers as equals. One suite, `tests/contract/test_circle.py`, holds for every implementation.
+
+    Arrays are flat, contiguous and numeric. `op` is sum, mean, min, max or prod; a mean counts each worker's values
+    `weight` times. `wire` is float32 (as they are), float16 or bfloat16: how floating-point values travel; they are
+    added up in float32, and all workers get the same bits. All workers make the same calls in the same order: another
+    call, dtype or size on the other side is a CallMismatch that names both.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The workers that belong to it now, in the order of their ranks."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """shared, torch or mpi."""
+        ...
+
+    def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round: ...
+    def reduce(
+        self, x: Array, out: Array | None, op: str, *, root: int, weight: float = 1.0, wire: str = "float32"
+    ) -> Round:
+        """As all_reduce, but only worker `root` gets `out`; None elsewhere."""
+        ...
+
+    def broadcast(self, x: Array, *, root: int, wire: str = "float32") -> None:
+        """Set `x` to that of worker `root`, in place."""
+        ...
+
+    def gather(self, x: Array, *, root: int, wire: str = "float32") -> list[Array] | None:
+        """All workers' arrays in the order of `ranks`, for worker `root`; lengths may differ."""
+        ...
+
+    def all_gather(self, x: Array, *, wire: str = "float32") -> list[Array]: ...
+    def scatter(self, parts: Sequence[Array] | None, *, root: int, dtype: str, wire: str = "float32") -> Array:
+        """The own one of worker `root`'s `parts`, one per worker in the order of `ranks`; lengths may differ."""
+        ...
+
+    def barrier(self) -> None: ...
+    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident: ...
+    def close(self) -> None: ...

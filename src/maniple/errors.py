@@ -7,6 +7,9 @@
     ├── LayoutMismatch                         1   this worker's parameters are not the center's
     ├── Diverged                               1   a replica kept offering values that are not finite
     ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the text says who was waited for
+    ├── PeerLost                               1   another worker is gone, and this circle cannot go on without it
+    ├── CallMismatch                           1   workers made different calls where all make the same
+    ├── Desynced                               1   replicas that must be identical are not
     ├── HostAway (ConnectionError)             1   the host cannot be reached now
     ├── NotAdmitted                            1   the other side does not know the token, or is another run
     ├── BadFrame                               1   the other side does not speak this protocol
@@ -56,6 +59,24 @@ class Diverged(ManipleError):
 
 class WaitedTooLong(ManipleError, TimeoutError):
     """A deadline passed."""
+
+    exit_code = 1
+
+
+class PeerLost(ManipleError):
+    """Another worker is gone, and the circle cannot go on without it."""
+
+    exit_code = 1
+
+
+class CallMismatch(ManipleError):
+    """Workers made different calls where all make the same."""
+
+    exit_code = 1
+
+
+class Desynced(ManipleError):
+    """Replicas that must be identical are not."""
 
     exit_code = 1
 

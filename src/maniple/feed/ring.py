@@ -23,7 +23,7 @@ import numpy as np
 from maniple.center.locks import ByteLocks
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument, SharedMemoryFull
-from maniple.feed.bell import Bell
+from maniple.bell import Bell
 
 MAX_SLOTS = MAX_PRODUCERS = 256
 EMPTY, FILLING, FULL, TAKING = range(4)

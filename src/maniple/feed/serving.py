@@ -10,7 +10,7 @@ from pathlib import Path
 from maniple.errors import BadFrame
 from maniple.feed import roll
 from maniple.feed.batch import check
-from maniple.feed.bell import Bell
+from maniple.bell import Bell
 from maniple.feed.near import LOOK_S, Outlook
 from maniple.feed.ring import SEQUENCE, Ring
 from maniple.feed.roll import Ticket
