@@ -1,5 +1,5 @@
-"""A bell: wakes processes that wait for something in shared memory to change. A count in shared memory, and the kernel's futex (`man 2
-futex`) to wait until it changes.
+"""A bell: wakes processes that wait for something in shared memory to change. A count there, and the kernel's futex
+(`man 2 futex`) to wait until it changes.
 
 Not a pipe or a socket: the kernel wakes their readers on the core of the writer, and the two then take turns on it. A
 ring that is lost costs the waiter its time limit, nothing else.

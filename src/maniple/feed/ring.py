@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from maniple.bell import Bell
 from maniple.center.locks import ByteLocks
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument, SharedMemoryFull
-from maniple.bell import Bell
 
 MAX_SLOTS = MAX_PRODUCERS = 256
 EMPTY, FILLING, FULL, TAKING = range(4)

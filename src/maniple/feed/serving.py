@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from maniple.bell import Bell
 from maniple.errors import BadFrame
 from maniple.feed import roll
 from maniple.feed.batch import check
-from maniple.bell import Bell
 from maniple.feed.near import LOOK_S, Outlook
 from maniple.feed.ring import SEQUENCE, Ring
 from maniple.feed.roll import Ticket
