@@ -166,6 +166,11 @@ class Replica:
         """The share of wall time spent in exchanges so far."""
         return self._share(time.perf_counter())
 
+    @property
+    def spent_s(self) -> float:
+        """The seconds spent in exchanges so far."""
+        return self._spent_s
+
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""
         self._unhook()
