@@ -118,7 +118,7 @@ def _is_torch(params: Any) -> bool:
 
 def _described(params: Any) -> str:
     if not isinstance(params, list | tuple):
-        return f"a {type(params).__name__}"
+        return f"of type {type(params).__name__}"
     kinds = sorted({type(one).__name__ for one in cast(Sequence[Any], params)})
     return f"a list of {', '.join(kinds) or 'nothing'}"
 
@@ -145,9 +145,9 @@ def _method_faults(model: Any, name: str, arguments: tuple[str, ...], what: str)
     form = f"{name}({', '.join(('self', *arguments))})"
     method = getattr(model, name, None)
     if method is None:
-        return [f"{form} is missing: {what}"]
+        return [f"{form} is missing: it {what}"]
     if not callable(method):
-        return [f"{name} is a {type(method).__name__}: a method {form} that {what}"]
+        return [f"{name} is of type {type(method).__name__}: it is a method {form} that {what}"]
     try:
         signature = inspect.signature(method)
     except ValueError:  # of a compiled library
@@ -155,7 +155,7 @@ def _method_faults(model: Any, name: str, arguments: tuple[str, ...], what: str)
     try:
         signature.bind(*arguments)
     except TypeError:
-        return [f"{name}{signature} has other arguments: {form} {what}"]
+        return [f"{name}{signature} has other arguments: it is {form}, and {what}"]
     return []
 
 

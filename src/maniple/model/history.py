@@ -1,7 +1,7 @@
 """The history: what is kept with an epoch's snapshot, so that a run goes on with optimizer, learning rate and record.
 
 center/epoch-0004/center-0.safetensors     the center after 4 epochs, by the host
-                  optimizer.safetensors    the optimizer of worker 0
+                  optimizer.safetensors    the optimizer of the worker that was first to end them
                   training.json            its plain values, the epochs made, and a row for each of them
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from safetensors.numpy import load_file, save_file
 
-from maniple.adapters.optimizer import read_state, write_state
 from maniple.record import Folder, read_events
 from maniple.record.folder import write_json
 
@@ -33,7 +32,9 @@ def write(folder: Path, optimizer: Any, *, epochs: int, rows: Sequence[dict[str,
     """Put beside a snapshot what it needs to go on from it."""
     plain: dict[str, Any] | None = None
     if optimizer is not None:
-        arrays, plain = read_state(optimizer)
+        from maniple.adapters.moments import packed
+
+        arrays, plain = packed(optimizer)
         save_file({name: value.copy() for name, value in arrays.items()}, folder / _OPTIMIZER)
     write_json(folder / _TRAINING, Training(epochs, list(rows), time.time(), plain))
 
@@ -63,4 +64,6 @@ def newest(run: Path | None) -> tuple[Path, Training] | None:
 def load_optimizer(folder: Path, training: Training, optimizer: Any) -> None:
     """Give the optimizer the state that was kept."""
     if optimizer is not None and training.optimizer is not None:
-        write_state(optimizer, load_file(folder / _OPTIMIZER), training.optimizer)
+        from maniple.adapters.moments import unpack
+
+        unpack(optimizer, load_file(folder / _OPTIMIZER), training.optimizer)

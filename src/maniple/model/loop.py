@@ -38,9 +38,9 @@ class Loop:
         self._optimizer = None if isinstance(model.params, Mapping) else getattr(model, "optimizer", None)
         self._replica = worker.share(shareable(model.params), self._optimizer)
         self._replica.samples = getattr(model.data, "batch_size", 1)
-        self._is_together = bool(getattr(self._replica.rule, "is_synchronous", False))
+        self._is_together = self._replica.rule.meets != "center" and worker.world > 1
         self._looks: Sampler | Shard | None = None
-        if not self._is_together or model.data.n_batch_val < worker.world:
+        if not self._is_together or model.data.n_batch_val < worker.world or not hasattr(worker, "all_reduce"):
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
         self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
@@ -149,6 +149,7 @@ class Loop:
 
     def _keep(self, epoch: int) -> None:
         """Have the host keep the center, and put this worker's optimizer and record beside it."""
+        self._replica.publish()
         name = self._worker.ask("keep", epoch=epoch, timeout_s=_KEEPING_S)["name"]
         folder = None if self._run is None or name is None else self._run / "center" / name
         if folder is not None and folder.is_dir():  # not on another machine

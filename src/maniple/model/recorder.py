@@ -21,7 +21,7 @@ Split = dict[str, float]
 
 def totals(replica: Replica) -> Split:
     """What is counted by itself, in seconds since the start."""
-    waited_s = float(getattr(replica, "waited_s", 0.0))
+    waited_s = float(getattr(replica, "waited_s", 0.0))  # of a rule by which workers meet
     return {"exchange": replica.spent_s - waited_s, "data": lost_s(), "others": waited_s}
 
 

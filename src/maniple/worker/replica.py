@@ -116,6 +116,11 @@ class Replica:
         self._mind_refusals(outcome)
         self._worker.end_if_told()
 
+    def publish(self) -> None:
+        """Let the center have what this worker has learned, for instance before it is saved."""
+        if self._since_exchange:
+            self.exchange()
+
     def pull(self) -> None:
         """Set the replica to the center."""
         self._refuse_inside_center("pull() was called")
