@@ -337,11 +337,16 @@ def test_epochs_from_after_the_center_that_a_run_began_again_from_do_not_count(t
     (tmp_path / "center/epoch-0009").mkdir()  # nobody has put a record beside it
     assert history.newest(tmp_path)[1].epochs == 3
     events = Events(Folder(tmp_path).events("host"))
+    events.write("start")
     events.write("restored", snapshot="epoch-0002", saved=199.0)
     assert history.newest(tmp_path)[1].epochs == 2
+    events.write("start")
     events.write("restored", snapshot="snapshot-000001", saved=150.0)
     events.close()
     assert history.newest(tmp_path)[1].epochs == 1
+    keep(4, saved=1e12)
+    assert history.newest(tmp_path)[1].epochs == 4, "made since then"
+    assert history.newest(tmp_path, before_start=True)[1].epochs == 1
     assert history.newest(None) is None
 
 

@@ -27,7 +27,7 @@ def record(*, run: Path, plot: Path | None) -> None:
     if plot is not None:
         from maniple.cli.picture import draw
 
-        draw(times, plot, title=run.resolve().name)
+        draw(times, plot, title=f"run {run.resolve().name}")
         click.echo(f"drawn: {plot}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from safetensors.numpy import load_file, save_file
 
-from maniple.record import Folder, read_events
+from maniple.record import Folder, Row, read_events
 from maniple.record.folder import write_json
 
 _TRAINING, _OPTIMIZER = "training.json", "optimizer.safetensors"
@@ -47,18 +47,32 @@ def read(folder: Path) -> Training | None:
         return None
 
 
-def newest(run: Path | None) -> tuple[Path, Training] | None:
-    """The newest epoch that was kept of this run, but none from after the center that it began again from."""
+def newest(run: Path | None, *, before_start: bool = False) -> tuple[Path, Training] | None:
+    """The newest epoch that was kept of this run, but none from after the center that it began again from.
+
+    With `before_start`, only what was kept before the run was started, or resumed, for the last time.
+    """
     if run is None:
         return None
     found = [(path, known) for path in (run / "center").glob("epoch-*") if (known := read(path)) is not None]
-    for row in reversed(read_events(Folder(run).events("host"))):
-        if row.get("event") == "restored":
-            name, began = row["snapshot"], row["timestamp"]
-            since = [pair for pair in found if pair[1].saved >= began]
-            found = since or [(p, k) for p, k in found if p.name == name or k.saved <= row["saved"]]
-            break
-    return max(found, key=lambda pair: pair[1].saved, default=None)
+    rows = read_events(Folder(run).events("host"))
+    began = _began(rows)
+    since = [pair for pair in found if pair[1].saved >= began]
+    earlier = [pair for pair in found if pair[1].saved < began]
+    for row in rows:
+        if row.get("event") == "restored" and row["timestamp"] >= began:
+            earlier = [(p, k) for p, k in earlier if p.name == row["snapshot"] or k.saved <= row["saved"]]
+    return max(earlier if before_start else since or earlier, key=lambda pair: pair[1].saved, default=None)
+
+
+def made(run: Path | None) -> int:
+    """The epochs that some worker has ended since the run was started or resumed; 0: none."""
+    if run is None:
+        return 0
+    folder = Folder(run)
+    began = _began(read_events(folder.events("host")))
+    rows = (row for rank in folder.ranks() for row in read_events(folder.events(rank)))
+    return max((row["epoch"] for row in rows if row.get("event") == "epoch" and row["timestamp"] >= began), default=0)
 
 
 def load_optimizer(folder: Path, training: Training, optimizer: Any) -> None:
@@ -67,3 +81,7 @@ def load_optimizer(folder: Path, training: Training, optimizer: Any) -> None:
         from maniple.adapters.moments import unpack
 
         unpack(optimizer, load_file(folder / _OPTIMIZER), training.optimizer)
+
+
+def _began(rows: Sequence[Row]) -> float:
+    return max((row["timestamp"] for row in rows if row.get("event") == "start"), default=0.0)

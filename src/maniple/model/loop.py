@@ -4,6 +4,7 @@ An epoch has `data.n_batch_train` batches, over all workers. Each worker is give
 where workers are free of each other, so that fast ones take more; in equal shares where they meet after each step.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,7 +48,9 @@ class Loop:
         every = int(getattr(model, "record_every", _RECORD_EVERY))
         self._recorder = Recorder(worker, self._replica, every=every, is_shown=is_shown, lr=self._lr)
         self._rows: list[dict[str, Any]] = []
-        self._run = find().run
+        place = find()
+        self._run, self._has_restarted = place.run, place.restarts > 0
+        self._skipped = 0  # batches of the first epoch that the others have made already
 
     def run(self) -> None:
         """Until the last epoch, or until it is time to stop."""
@@ -66,18 +69,29 @@ class Loop:
 
     def _go_on(self) -> int:
         """The epochs that were made before this process began. Their learning rates are passed through again."""
-        if (found := history.newest(self._run)) is None:
-            return 0
-        folder, training = found
-        for epoch in range(training.epochs):
+        made = self._made_by_others()
+        found = history.newest(self._run, before_start=self._is_together)
+        epochs = 0 if found is None else found[1].epochs
+        epochs, self._skipped = epochs + made // len(self._sampler), made % len(self._sampler)
+        if self._is_together and not made and self._has_restarted:  # nobody was there to meet: they may have ended
+            epochs = max(epochs, history.made(self._run))
+        for epoch in range(epochs):
             self._model.adjust_hyperp(epoch)
-        history.load_optimizer(folder, training, self._optimizer)
-        self._rows, self._sampler.epoch = training.rows, training.epochs
+        if found is not None:
+            folder, training = found
+            self._rows = training.rows
+            if not made:  # else it has come with the others' parameters
+                history.load_optimizer(folder, training, self._optimizer)
+            if self._is_shown:
+                print(f"going on after epoch {epochs}, with optimizer and record of {folder.name}", flush=True)
+        self._sampler.epoch = epochs
         if self._looks is not None:
-            self._looks.epoch = training.epochs
-        if self._is_shown:
-            print(f"going on after epoch {training.epochs}, with optimizer and record of {folder.name}", flush=True)
-        return training.epochs
+            self._looks.epoch = epochs
+        return epochs
+
+    def _made_by_others(self) -> int:
+        """The steps of workers who meet, since the run was started: who comes late goes on where they are."""
+        return int(getattr(self._replica, "rounds", 0)) * int(getattr(self._replica.pace, "n", 1))
 
     def _train(self, epoch: int) -> bool:
         """One epoch; True if it was made to its end, and this worker had a part in it."""
@@ -97,7 +111,7 @@ class Loop:
 
     def _counts(self) -> Iterator[int]:
         """The numbers of this worker's batches; who waits for one, waits for others."""
-        numbers = iter(self._sampler)
+        numbers, self._skipped = itertools.islice(self._sampler, self._skipped, None), 0
         while True:
             self._recorder.start()
             count = next(numbers, None)
