@@ -307,6 +307,54 @@ def test_a_run_ends_in_order_when_the_program_that_started_it_is_killed(here):
     assert (folder / "center/center-0.safetensors").exists()
 
 
+# Gradients of NumPy arrays are averaged by the class itself. The worker that comes back ends the run after 5 batches.
+RETURNING = """
+
+
+    class Met(Line):
+        n_epochs = 1000000
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.is_back = pathlib.Path("killed").exists()
+            self.made = 0
+
+        def train_iter(self, count, recorder):
+            time.sleep(0.01)
+            x, error = self.error(count)
+            gradient = {"w": x.T @ error / len(x)}
+            recorder.replica.reduce(gradient)
+            self.worker.log(taken=count, at=self.epoch, back=self.is_back)
+            self.params["w"] -= self.lr * gradient["w"]
+            self.made += self.is_back
+            if self.made == 5:
+                self.worker.ask("stop", reason="it is back")
+            return float(np.mean(error**2))
+
+        def val_iter(self, count, recorder):
+            return float(np.mean(self.error(30 + count)[1] ** 2))
+"""
+
+
+def test_a_worker_that_comes_back_goes_on_where_the_others_are(here):
+    (here / "met.py").write_text(textwrap.dedent(LINE + RETURNING))
+    command = [str(MANIPLE), "run", "-n", "2", "--restarts", "1", "--rule", "bsp", "--model", "met.py:Met"]
+    run = Run(here, "run", [*command, "--name", "run"], {})
+    try:
+        await_(lambda: [row for row in run.events(1, "log") if row.get("at", 0) >= 1])
+        (here / "killed").touch()
+        os.kill(run.pid(1), signal.SIGKILL)
+        assert run.wait() == 0, run.output
+    finally:
+        if run.process.poll() is None:
+            run.kill()
+    back = [(row["at"], row["taken"]) for row in run.events(1, "log") if row.get("back")]
+    met = {row["at"] for row in run.events(0, "log") if "taken" in row}
+    assert back[0][0] >= 1 and back[0][0] in met, "not from the first epoch on"
+    others = {(row["at"], row["taken"]) for row in run.events(0, "log") if "taken" in row}
+    assert not others & set(back), "the shares of an epoch are still apart"
+
+
 def test_a_class_itself_names_the_model_and_a_file_that_starts_itself_again_is_refused(here, monkeypatch):
     (here / "starting.py").write_text(
         (here / "line.py").read_text()
