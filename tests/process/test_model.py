@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,67 +81,19 @@ LINE = """
             print("cleaned up")
 """
 
-NET = """
-    import torch
-    from torch import nn
-
-    from maniple import schedules
-    from maniple.model import top_errors
-
-    torch.set_num_threads(1)
+ROOT = Path(__file__).parents[2]
 
 
-    class Data:
-        n_batch_train, n_batch_val, batch_size = 16, 4, 16
-
-        def __init__(self):
-            generator = torch.Generator().manual_seed(0)
-            self.x = torch.randn(320, 20, generator=generator)
-            self.y = (self.x @ torch.randn(20, 8, generator=generator)).argmax(1)
-
-        def batch(self, count):
-            return self.x[count * 16 : count * 16 + 16], self.y[count * 16 : count * 16 + 16]
-
-
-    class Net:
-        n_epochs = 3
-
-        def __init__(self, config):
-            torch.manual_seed(1)
-            self.data = Data()
-            self.net = nn.Linear(20, 8)
-            self.params = list(self.net.parameters())
-            self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=0.9)
-            lr = schedules.scaled(0.1, workers=config["size"])
-            self.schedule = schedules.warm_up(schedules.step(lr, at=(2,)), over=2, start=0.1)
-
-        def train_iter(self, count, recorder):
-            x, y = self.data.batch(count)
-            self.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.net(x), y)
-            loss.backward()
-            self.optimizer.step()
-            return loss
-
-        @torch.no_grad()
-        def val_iter(self, count, recorder):
-            x, y = self.data.batch(16 + count)
-            out = self.net(x)
-            return (nn.functional.cross_entropy(out, y), *top_errors(out, y))
-
-        def adjust_hyperp(self, epoch):
-            schedules.set_lr(self.optimizer, self.schedule(epoch))
-
-        def cleanup(self):
-            pass
-"""
+def net() -> str:
+    """The class of docs/model.md."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/model.md").read_text(), re.M | re.S)[0]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "line.py").write_text(textwrap.dedent(LINE))
-    (tmp_path / "net.py").write_text(textwrap.dedent(NET))
+    (tmp_path / "net.py").write_text(net())
     return tmp_path
 
 
@@ -218,24 +171,25 @@ def test_a_session_file_names_the_model_and_a_script_beside_it_is_refused(here):
     assert "own loop, but there is also 'train.py' to run. Leave one of them out" in both.output
 
 
-def test_a_run_goes_on_after_a_saved_epoch_with_optimizer_rate_and_record(here):
+def test_a_run_goes_on_after_a_saved_epoch_with_optimizer_rate_and_record(here, monkeypatch):
     pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ("-n", "2", "--rule", "bsp", "--model", "net.py:Net")
     run = run_model(here, "run", *words, "--snapshot-epochs", "1")
     assert run.process.returncode == 0, run.output
     center = run.folder / "center"
-    whole = load_file(center / "epoch-0003/center-0.safetensors")
-    again = run_model(here, "run", *words, "--resume", "runs/run", "--snapshot", "epoch-0002")
+    whole = load_file(center / "epoch-0004/center-0.safetensors")
+    again = run_model(here, "run", *words, "--resume", "runs/run", "--snapshot", "epoch-0003")
     assert again.process.returncode == 0, again.output
-    assert "going on after epoch 2, with optimizer and record of epoch-0002" in again.output
-    resumed = load_file(center / "epoch-0003/center-0.safetensors")
+    assert "going on after epoch 3, with optimizer and record of epoch-0003" in again.output
+    resumed = load_file(center / "epoch-0004/center-0.safetensors")
     assert all(np.array_equal(whole[name], resumed[name]) for name in whole), "as if it had never ended"
-    training = json.loads((center / "epoch-0003/training.json").read_text())
-    assert [row["epoch"] for row in training["rows"]] == [1, 2, 3], "the old record stays"
-    assert [row["lr"] for row in training["rows"]] == pytest.approx([0.1, 0.15, 0.02]), "warm-up from 0.1 to 2 x 0.1"
+    training = json.loads((center / "epoch-0004/training.json").read_text())
+    assert [row["epoch"] for row in training["rows"]] == [1, 2, 3, 4], "the old record stays"
+    assert [row["lr"] for row in training["rows"]] == pytest.approx([0.1, 0.1207, 0.1414, 0.01414], rel=1e-3)
 
-    told = [row for rank in (0, 1) for row in run.events(rank, "validated") if row["epoch"] == 3]
-    done = alone("net.py:Net", "--validate", str(center / "epoch-0003"))
+    told = [row for rank in (0, 1) for row in run.events(rank, "validated") if row["epoch"] == 4]
+    done = alone("net.py:Net", "--validate", str(center / "epoch-0004"))
     assert done.returncode == 0, done.stderr
     found = dict(part.split() for part in done.stdout.rpartition(": ")[2].split(", "))
     for name in ("loss", "top1_error", "top5_error"):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import sys
 import types
 
 import numpy as np
 import pytest
 
+from maniple.cli.picture import draw
 from maniple.cli.record import table
 from maniple.cli.session import Session, command_words
 from maniple.decisions import Decisions
@@ -298,6 +300,12 @@ def test_the_record_of_a_run_is_a_line_per_worker_and_epoch():
     lines = table(found)
     assert lines[1].split() == ["0", "1", "4", "8.00", "75.0", "%", "25.0", "%", "0.0", "%", "0.0", "%", "3", "0.1"]
     assert lines[-1] == "validation after epoch 1: loss 0.5"
+
+
+def test_a_picture_without_matplotlib_is_refused_with_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InvalidArgument, match=r"matplotlib is not installed. `pip install 'maniple\[plot\]'`"):
+        draw(gather({}), tmp_path / "x.png", title="")
 
 
 def test_an_optimizer_and_its_record_are_found_again(tmp_path):
