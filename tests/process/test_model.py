@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import maniple
 from maniple.errors import InvalidArgument
-from maniple.record import Row, read_events
+from maniple.record import Events, Row, read_events
 from tests.conftest import require
 from tests.process.conftest import MANIPLE, PATIENCE_S, Run, await_, is_gone
 
@@ -212,8 +212,14 @@ def test_a_session_from_python_trains_and_is_recorded(here):
 
 def test_a_picture_shows_where_the_time_went(here):
     require("matplotlib", find_spec("matplotlib") is not None, "matplotlib is not installed")
-    run = run_model(here, "run", "--model", "line.py:Line")
-    command = [MANIPLE, "record", run.folder, "--plot", "times.png"]
+    parts = {"compute": 3.0, "exchange": 1.0, "data": 0.5, "others": 0.5, "batches": 2, "lr": 0.1, "loss": 2.0}
+    for rank in (0, 1):
+        events = Events(here / f"run/events/worker-{rank}.jsonl")
+        for epoch in (1, 2):
+            events.write("times", epoch=epoch, **parts)
+            events.write("validated", epoch=epoch, loss=1.0 / epoch)
+        events.close()
+    command = [MANIPLE, "record", "run", "--plot", "times.png"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert (here / "times.png").read_bytes().startswith(b"\x89PNG")
