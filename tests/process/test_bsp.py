@@ -3,13 +3,12 @@
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from .conftest import Run, await_
+from .conftest import Run
 
 pytest.importorskip("torch")
 

@@ -269,6 +269,8 @@ class Roster:
                 if table.count(rank) >= meeting or table.last(rank) <= meeting:
                     continue
                 if is_dead and self.on_missing(rank):
+                    seen = table.said(rank, meeting - 1).knocks
+                    table.say(rank, meeting, table.said(self.rank, meeting)._replace(knocks=seen))
                     table.come(rank, meeting)
                 else:
                     table.dismiss(rank, meeting)
