@@ -1,13 +1,12 @@
 """One rank of the circles under test: makes all calls of the list, and writes down what came of them.
 
-    python circle_worker.py ENGINE FOLDER
+python circle_worker.py ENGINE FOLDER
 """
 
 import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from maniple.circle.calls import Calls
 from maniple.contracts import Circle
 from maniple.errors import ManipleError
 from maniple.place import Place, find
-from tests.contract.circle_cases import CASES, Case
+from tests.contract.circle_cases import Case, cases
 
 
 def open_circle(engine: str, place: Place, name: str, *, deadline_s: float = 60.0) -> Circle:
@@ -99,7 +98,7 @@ def mismatches(circle: Circle) -> dict[str, str]:
 
 def two_at_once(engine: str, place: Place, first: Circle) -> list[int]:
     """Two circles of one process, called in turn and unlike each other."""
-    second = open_circle(engine, place, "second")
+    second = open_circle(engine, place, f"second-{place.world}")
     seen = []
     for number in range(5):
         a, b = np.array([number]), np.array([100 * number, 1])
@@ -144,8 +143,12 @@ def tensor_calls(calls: Calls, circle: Circle) -> dict[str, object]:
     from maniple.circle.device import Tensors
 
     found = {}
-    for name, wire, is_ordered, op in (("own", "float32", False, "mean"), ("ordered", "float32", True, "sum"),
-                                       ("half", "bfloat16", False, "mean"), ("max", "float16", False, "max")):  # fmt: skip
+    for name, wire, is_ordered, op in (
+        ("own", "float32", False, "mean"),
+        ("ordered", "float32", True, "sum"),
+        ("half", "bfloat16", False, "mean"),
+        ("max", "float16", False, "max"),
+    ):
         resident = Tensors(circle, {"float32": 7}, wire, "cpu", is_ordered=is_ordered)
         resident.flat["float32"].copy_(torch.arange(7) + rank)
         done = resident.all_reduce(op, weight=float(rank))
@@ -173,24 +176,37 @@ def die_or_hang(circle: Circle, how: str) -> None:
     raise AssertionError("nobody has noticed")
 
 
-def main() -> None:
-    engine, folder = sys.argv[1], Path(sys.argv[2])
-    place = find()
-    how = sys.argv[3] if len(sys.argv) > 3 else ""
-    circle = open_circle(engine, place, "first", deadline_s=5.0 if how else 60.0)
-    if how:
-        begin = time.monotonic()
-        try:
-            die_or_hang(circle, how)
-        except ManipleError as error:
-            print(f"rank {circle.rank} {type(error).__name__} {time.monotonic() - begin:.1f} {error}", flush=True)
-            raise
-    results = {f"{i}.{j}": one for i, case in enumerate(CASES) for j, one in enumerate(make(circle, case))}
-    said = {"mismatches": mismatches(circle) if place.world > 1 else {}, "calls": user_calls(circle),
-            "two": two_at_once(engine, place, circle), "name": circle.name}  # fmt: skip
+def look(engine: str, place: Place, folder: Path) -> None:
+    """Make all calls in a world of this size, and write down what came of them."""
+    circle = open_circle(engine, place, f"first-{place.world}")
+    results = {f"{i}.{j}": one for i, case in enumerate(cases(place.world)) for j, one in enumerate(make(circle, case))}
+    said = {
+        "mismatches": mismatches(circle) if place.world > 1 else {},
+        "calls": user_calls(circle),
+        "two": two_at_once(engine, place, circle),
+        "name": circle.name,
+    }
     circle.close()
-    np.savez(folder / f"{place.rank}.npz", **results)
-    (folder / f"{place.rank}.json").write_text(json.dumps(said))
+    np.savez(folder / f"{place.world}-{place.rank}.npz", **results)
+    (folder / f"{place.world}-{place.rank}.json").write_text(json.dumps(said))
+
+
+def main() -> None:
+    engine, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    place = find()
+    if how == "look":
+        # Torch takes its time to be imported: the first ranks of the largest world are also those of the smaller ones.
+        worlds = range(1, 5) if engine == "torch" else [place.world]
+        for world in worlds:
+            if place.rank < world:
+                look(engine, place.told(world=world), folder)
+        return
+    circle = open_circle(engine, place, "first", deadline_s=5.0)
+    try:
+        die_or_hang(circle, how)
+    except ManipleError as error:
+        print(f"rank {circle.rank} {type(error).__name__} {error}", flush=True)
+        raise
 
 
 if __name__ == "__main__":

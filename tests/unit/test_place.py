@@ -119,7 +119,7 @@ def test_another_launcher_s_workers_get_no_center_instead_of_one_each():
 
 
 def test_circle_that_does_not_exist_is_refused():
-    with pytest.raises(InvalidArgument, match="MANIPLE_CIRCLE='smoke'.*shared, torch, mpi"):
+    with pytest.raises(InvalidArgument, match=r"MANIPLE_CIRCLE='smoke'.*shared, torch, mpi"):
         find({"MANIPLE_CIRCLE": "smoke"})
 
 

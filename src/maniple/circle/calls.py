@@ -143,7 +143,7 @@ class Calls:
             rows = {(part.array.shape[1:], str(part.array.dtype), part.array.ndim) for part in parts}
             if len(parts) != world or len(rows) != 1 or not parts[0].array.ndim:
                 raise InvalidArgument(
-                    f"scatter got {len(parts)} parts of {len(rows)} kinds for {world} workers. Give one array for each; "
+                    f"scatter got {len(parts)} parts of {len(rows)} kinds for {world} workers. Give an array for each; "
                     "they may differ in their lengths along axis 0."
                 )
             return parts

@@ -35,7 +35,7 @@ _OPENING = 31013  # tags in the world's communicator, which the script may use t
 _AWAKE_S = 2e-3  # a short wait is passed awake
 _NAP_S = 1e-4
 _LOOK_S = 0.5  # how often those who are waited for are looked at
-_END_S = 5.0  # for MPI's own end after a failure, which may wait for the dead for ever
+_END_S = 3.0  # for MPI's own end after a failure, which may wait for the dead for ever
 _NOBODY = (0, 0, 0)
 _failures: list[str] = []
 

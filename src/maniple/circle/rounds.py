@@ -106,7 +106,7 @@ class Rounds:
             check_values(dtype, wire)
             self._meet(Call("reside", self._next(), dtype, size, wire=wire))
         self._residents += 1
-        return Vectors(self._link, flat, wire, tag=RESIDENT + 2 * self._residents)
+        return Vectors(self._link, sizes, flat, wire, tag=RESIDENT + 2 * self._residents)
 
     def close(self) -> None:
         """Leave the circle."""
@@ -161,8 +161,9 @@ class Rounds:
 class Vectors:
     """Vectors that are reduced in place (`contracts.Resident`). The call travels with the first values."""
 
-    def __init__(self, link: Link, flat: dict[str, Array], wire: str, *, tag: int) -> None:
+    def __init__(self, link: Link, sizes: dict[str, int], flat: dict[str, Array], wire: str, *, tag: int) -> None:
         self._link, self._wire, self._tag = link, wire, tag
+        self._dtype, self._size = next(iter(sizes), "float32"), sum(sizes.values())
         self.flat: dict[str, Any] = dict(flat)
         self._slices = [Slices(link, array, wire, tag=tag) for array in flat.values()]
         self._rounds = 0
@@ -191,7 +192,7 @@ class Vectors:
     def meet(self, op: str, weight: float) -> tuple[Round, list[float]]:
         """Tell the others of the next round, and hear from them: their weights, by rank."""
         self._rounds += 1
-        call = Call("resident", self._rounds, op=op, wire=self._wire, weight=weight)
+        call = Call("resident", self._rounds, self._dtype, self._size, op, 0, self._wire, weight)
         calls, waited_s = meet(self._link, call, self._tag + 1)
         return summed(op, calls, waited_s), [other.weight for other in calls]
 

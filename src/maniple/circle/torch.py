@@ -148,6 +148,8 @@ def _world(place: Place, deadline_s: float) -> tuple[Any, int, int]:
     """Where the workers find each other, and who this one is."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    if place.world == 1:
+        return dist.HashStore(), 0, 1
     if place.master is None:
         raise InvalidArgument(
             "the circle torch needs a place where the workers meet, but MASTER_ADDR and MASTER_PORT are not set. "

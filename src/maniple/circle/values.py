@@ -1,4 +1,4 @@
-"""Values: what a user passes to a call (array, number or tensor) seen as a NumPy array, and a result of the same kind."""
+"""Values: what a user passes to a call (array, number, tensor) seen as a NumPy array, and a result of the same kind."""
 
 import sys
 from collections.abc import Callable

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from maniple.place.variables import number
 
-# By whom, and the variables of rank, world, local rank and local world. Inside a job of Slurm, mpirun leaves the variables
-# of srun to be seen, and srun may set those of PMI: the surest signs come first.
+# The variables of rank, world, local rank and local world. Inside a job of Slurm, mpirun leaves the variables of srun
+# to be seen, and srun may set those of PMI: the surest signs come first.
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
 _SLURM = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
