@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maniple.center import Segment
-from maniple.circle import fold, resident
+from maniple.circle import resident, sums
 from maniple.circle.shared import Shared
 from maniple.errors import CallMismatch, WaitedTooLong
 
@@ -61,7 +61,7 @@ def test_part_of_a_dead_worker_is_finished_by_the_others(
 ):
     """It dies after so many steps of its part: 2 per block, after the first of which the block is not yet written."""
     if not is_compiled:
-        monkeypatch.setattr(fold, "_fused", lambda: None)
+        monkeypatch.setattr(sums, "_fused", lambda: None)
     monkeypatch.setattr(resident, "block_bytes", lambda: 4096)
     made = circles(segment, 3)
     size = 3 * 1024 * 4 - 100  # four blocks for each
@@ -70,29 +70,29 @@ def test_part_of_a_dead_worker_is_finished_by_the_others(
     for one, value in zip(mine, values, strict=True):
         one.flat["float32"][:] = value
         one.flat["float64"][:] = value[:10]
-    usual = resident._fold_part
+    usual = resident._combine_part
 
-    def fold_part(views: list[Any], index: int, op: str, weights: list[float]) -> None:
+    def combine_part(views: list[Any], index: int, op: str, weights: list[float]) -> None:
         if index != 1 or dead:
             usual(views, index, op, weights)
             return
         dead.append(index)
         owner, vectors = views[1], [view.flat["float32"] for view in views]
-        part = fold.bounds(size, 3)[1]
+        part = sums.bounds(size, 3)[1]
         block = owner.journal[:4096].view(np.float32)
         for number in range(steps // 2):
             low = part[0] + number * block.size
-            fold.fold_slice(vectors, fold.shares(weights, op, np.float32), (low, low + block.size), block,
-                            owner.head[:1], base=number, op=op)  # fmt: skip
+            part_of = (low, low + block.size)
+            sums.combine_slice(op, vectors, weights, part_of, block=block, progress=owner.head[:1], base=number)
         if steps % 2:  # the block is made, and half of it has been written to one of them
             low = part[0] + steps // 2 * block.size
-            fold.fold([v[low : low + block.size] for v in vectors], block, op, fold.shares(weights, op, np.float32))
+            sums.combine(op, [v[low : low + block.size] for v in vectors], weights, block)
             owner.head[0] += 1
             vectors[0][low : low + block.size // 2] = block[: block.size // 2]
         raise Died
 
     dead: list[int] = []
-    monkeypatch.setattr(resident, "_fold_part", fold_part)
+    monkeypatch.setattr(resident, "_combine_part", combine_part)
 
     def act(rank: int) -> Any:
         try:

@@ -2,7 +2,7 @@
 fit together are an error for everybody, and not a hang or a wrong sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ WIRES = ("float32", "float16", "bfloat16")
 _KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident")
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast", "reside", "resident"}
 _FIELDS = 8
+NUMBER, SIZE = 4, 5  # where they stand among the words
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,28 @@ class Call:
     wire: str = "float32"
     weight: float = 1.0
 
+    def words(self, number: int) -> tuple[int, ...]:
+        """The call as whole numbers, but for the weight."""
+        names = (_KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op), WIRES.index(self.wire))
+        return (*names, number, self.size, self.root)
+
+    @classmethod
+    def of_words(cls, words: Sequence[int], weight: float) -> "Call":
+        """The call that `words` tell."""
+        kind, dtype, op, wire, number, size, root = (int(word) for word in words)
+        return cls(_KINDS[kind], number, DTYPES[dtype], size, OPS[op], root, WIRES[wire], weight)
+
     def pack(self) -> Array:
         """The call as 64 bytes."""
         words = np.zeros(_FIELDS, np.int64)
-        names = (_KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op), WIRES.index(self.wire))
-        words[:7] = (*names, self.number, self.size, self.root)
+        words[:7] = self.words(self.number)
         words[7:].view(np.float64)[:] = self.weight
         return words
 
     @classmethod
     def unpack(cls, words: Array) -> "Call":
         """The call that another worker has told."""
-        kind, dtype, op, wire, number, size, root = (int(word) for word in words[:7])
-        weight = float(words[7:].view(np.float64)[0])
-        return cls(_KINDS[kind], number, DTYPES[dtype], size, OPS[op], root, WIRES[wire], weight)
+        return cls.of_words(words[:7].tolist(), float(words[7:].view(np.float64)[0]))
 
     def fits(self, other: "Call") -> bool:
         """Both are the same call, but for what may differ: weights, and the sizes of what is gathered."""
@@ -70,9 +79,9 @@ def empty_words() -> Array:
     return np.empty(_FIELDS, np.int64)
 
 
-def compare(rank: int, calls: Sequence[Call]) -> None:
+def compare(rank: int, calls: Mapping[int, Call]) -> None:
     """Raise CallMismatch if the workers' calls, by their ranks, do not fit together; if so, then for every worker."""
-    for other, call in enumerate(calls):
+    for other, call in calls.items():
         if not calls[rank].fits(call):
             raise CallMismatch(
                 f"worker {rank} made {calls[rank]}, but worker {other} made {call}. All workers make the same calls "

@@ -25,7 +25,12 @@ class Calls:
     """
 
     def __init__(self, circle: Circle) -> None:
-        self._circle = circle
+        self._made = circle
+
+    @property
+    def _circle(self) -> Circle:
+        """Where the calls are made."""
+        return self._made
 
     def all_reduce(
         self, x: Any, op: str = "mean", *, out: Any = None, weight: float | None = None, wire: str = "float32"
@@ -84,6 +89,10 @@ class Calls:
             values = self._parts(x)
             parts = [part.array for part in values]
             told = _described(values[0], [len(part) for part in parts])
+        with self._circle.whole():
+            return self._scatter(told, parts, root, wire)
+
+    def _scatter(self, told: Array, parts: list[Array], root: int, wire: str) -> Any:
         (kind, dtype, *numbers) = self._circle.all_gather(told)[self._circle.ranks.index(root)].tolist()
         world = len(self._circle.ranks)
         rows, row = numbers[:world], numbers[world:]
@@ -97,11 +106,13 @@ class Calls:
         Lengths along axis 0 may differ.
         """
         self._check_root(root)
-        return self._gather(x, root, wire)
+        with self._circle.whole():
+            return self._gather(x, root, wire)
 
     def all_gather(self, x: Any, *, wire: str = "float32") -> list[Any]:
         """All workers' `x` in the order of their ranks, for all; lengths along axis 0 may differ."""
-        gathered = self._gather(x, None, wire)
+        with self._circle.whole():
+            gathered = self._gather(x, None, wire)
         assert gathered is not None
         return gathered
 

@@ -1,16 +1,17 @@
 """Rounds: the collective calls, made of messages. The circles of torch and MPI differ only in what carries these."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from maniple.circle.call import Call, check_reduction, check_values, compare, empty_words
 from maniple.circle.link import Link, Message
-from maniple.circle.slices import Slices, is_packed
+from maniple.circle.packing import opened, packed, room
+from maniple.circle.slices import Slices
 from maniple.contracts import Array, Resident, Round
 from maniple.errors import CallMismatch, InvalidArgument
-from maniple.wire.codecs import codec
 
 CALL, VALUES, RESIDENT = 1, 2, 3  # tags: a call is never taken for values
 
@@ -79,15 +80,15 @@ class Rounds:
         size = np.zeros(1, np.int64)
         if parts is None or self.rank != root:
             self._link.finish(self._link.receive(root, size, CALL), "a scatter")
-            room = _room(np.empty(size[0], dtype), wire)
-            self._link.finish(self._link.receive(root, room, VALUES), "a scatter")
-            return _opened(room, dtype, wire)
-        packed = [_packed(np.ascontiguousarray(part), wire) for part in parts]
+            mine = room(np.empty(size[0], dtype), wire)
+            self._link.finish(self._link.receive(root, mine, VALUES), "a scatter")
+            return opened(mine, dtype, wire)
+        ready = [packed(np.ascontiguousarray(part), wire) for part in parts]
         sizes = [np.array([part.size], np.int64) for part in parts]
         messages = [m for peer in self._link.others for m in self._link.send(peer, sizes[peer], CALL)]
-        messages += [m for peer in self._link.others for m in self._link.send(peer, packed[peer], VALUES)]
+        messages += [m for peer in self._link.others for m in self._link.send(peer, ready[peer], VALUES)]
         self._link.finish(messages, "a scatter")
-        return _opened(packed[root].copy(), dtype, wire)
+        return opened(ready[root].copy(), dtype, wire)
 
     def barrier(self) -> None:
         """Until all workers are here."""
@@ -107,6 +108,10 @@ class Rounds:
             self._meet(Call("reside", self._next(), dtype, size, wire=wire))
         self._residents += 1
         return Vectors(self._link, sizes, flat, wire, tag=RESIDENT + 2 * self._residents)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The calls in this block are one; nobody enters such a circle."""
+        return nullcontext()
 
     def close(self) -> None:
         """Leave the circle."""
@@ -130,9 +135,9 @@ class Rounds:
         return done
 
     def _collect(self, x: Array, calls: Sequence[Call], to: list[int], wire: str) -> list[Array] | None:
-        mine = _packed(x, wire)
+        mine = packed(x, wire)
         is_taker = self.rank in to
-        rooms = [_room(np.empty(call.size, x.dtype), wire) for call in calls] if is_taker else []
+        rooms = [room(np.empty(call.size, x.dtype), wire) for call in calls] if is_taker else []
         messages: list[Message] = []
         for peer in self._link.others if is_taker else ():
             messages += self._link.receive(peer, rooms[peer], VALUES)
@@ -142,7 +147,7 @@ class Rounds:
         if not is_taker:
             return None
         np.copyto(rooms[self.rank], mine)
-        return [_opened(room, str(x.dtype), wire) for room in rooms]
+        return [opened(one, str(x.dtype), wire) for one in rooms]
 
     def _next(self) -> int:
         self._link.check()
@@ -205,7 +210,7 @@ def meet(link: Link, call: Call, tag: int) -> tuple[list[Call], float]:
     messages += [m for peer in link.others for m in link.send(peer, mine, tag)]
     waited_s = link.finish(messages, call.kind if call.kind != "resident" else "an all_reduce")
     calls = [Call.unpack(room) for room in rooms]
-    compare(link.rank, calls)
+    compare(link.rank, dict(enumerate(calls)))
     return calls, waited_s
 
 
@@ -213,22 +218,3 @@ def summed(op: str, calls: Sequence[Call], waited_s: float) -> Round:
     """What a round did."""
     ranks = tuple(rank for rank, call in enumerate(calls) if call.weight or op != "mean")
     return Round(ranks, sum(call.weight for call in calls), waited_s)
-
-
-def _room(values: Array, wire: str) -> Array:
-    return np.empty(values.size, np.uint16) if is_packed(values, wire) else values
-
-
-def _packed(values: Array, wire: str) -> Array:
-    if not is_packed(values, wire):
-        return values
-    halves = np.empty(values.size, np.uint16)
-    codec(wire).pack(values, halves.view(np.uint8))
-    return halves
-
-
-def _opened(room: Array, dtype: str, wire: str) -> Array:
-    values = room if room.dtype == dtype else np.empty(room.size, dtype)
-    if values is not room:
-        codec(wire).unpack(room.view(np.uint8), values)
-    return values

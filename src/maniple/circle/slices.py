@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maniple.circle.link import Link, Message
+from maniple.circle.packing import is_packed
 from maniple.circle.sums import combine
 from maniple.contracts import Array
 from maniple.wire.codecs import codec
@@ -95,8 +96,3 @@ class Slices:
             self._codec.pack(total, self._travel[self._mine].view(np.uint8))
         else:
             self._flat[self._mine] = total
-
-
-def is_packed(values: Array, wire: str) -> bool:
-    """Values travel as halves: floating-point ones that are larger, if it was asked for."""
-    return wire != "float32" and values.dtype in {np.dtype(np.float32), np.dtype(np.float64)}

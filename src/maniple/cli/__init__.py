@@ -80,6 +80,11 @@ def cli() -> None:
     metavar="SECONDS",
     help="How long a worker waits for the others in a round before it fails and names them.",
 )
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Two runs make the same to the bit: fixed shares of the samples, seeds, torch's deterministic algorithms.",
+)
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
 @settings
 @click.argument("script", type=click.Path(path_type=Path))

@@ -39,6 +39,7 @@ class Job:
     host_deadline_s: float = HOST_DEADLINE_S
     circle: str | None = None  # what carries rounds; None: what fits
     circle_deadline_s: float = CIRCLE_DEADLINE_S
+    deterministic: bool = False  # two runs make the same, to the bit
     snapshot_every_s: float = 300.0  # 0: only at the end
     keep: int = KEEP  # snapshots
     resume: Path | None = None  # the folder of the run to go on with
@@ -124,6 +125,7 @@ class Job:
             "seed": self.settled_seed,
             "wire": self.wire,
             "circle": self.circle,
+            "deterministic": self.deterministic,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
             "controller": str(Path(self.controller).resolve()) if self.controller else None,  # CLASS goes along

@@ -79,6 +79,7 @@ class _Run:
             launcher="maniple",
             circle=job.circle,
             circle_deadline_s=job.circle_deadline_s,
+            deterministic=job.deterministic,
             master=meeting_point(job),
             limits=job.limits,
             controller=job.controller,

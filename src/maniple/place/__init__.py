@@ -15,7 +15,7 @@ from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.place.launchers import meeting_point, started_by
-from maniple.place.variables import number, path_in, seconds
+from maniple.place.variables import flag, number, path_in, seconds
 
 DEFAULT_SEED = 1
 HOST_DEADLINE_S = 600.0
@@ -82,6 +82,7 @@ class Place:
     launcher: str = ""  # who started this process: maniple, torchrun, mpirun, srun; "": a person
     circle: str | None = None  # the engine that was asked for, one of CIRCLES
     circle_deadline_s: float = CIRCLE_DEADLINE_S  # for so long a worker waits for the others in a round
+    deterministic: bool = False  # two runs make the same, to the bit
     master: str | None = None  # HOST:PORT where the workers of the circle torch meet
     producer: int = -1  # of a producer: which of its feed it is; -1: not told
     producers: int = 1  # of how many
@@ -129,6 +130,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_LAUNCHER": place.launcher or None,
         "MANIPLE_CIRCLE": place.circle,
         "MANIPLE_CIRCLE_DEADLINE": place.circle_deadline_s,
+        "MANIPLE_DETERMINISTIC": 1 if place.deterministic else None,
         "MASTER_ADDR": place.master.rpartition(":")[0] if place.master else None,
         "MASTER_PORT": place.master.rpartition(":")[2] if place.master else None,
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
@@ -170,6 +172,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         launcher=env.get("MANIPLE_LAUNCHER", ""),
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
+        deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
         master=meeting_point(env),
         producer=number(env, "MANIPLE_PRODUCER", -1),
         producers=number(env, "MANIPLE_PRODUCERS", 1),
@@ -252,6 +255,7 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
         limits=asked_limits(env),
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
+        deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
     )
     if (started := started_by(env)) is None:
         return alone

@@ -28,3 +28,8 @@ def number(env: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise InvalidArgument(f"{name}={text!r} is not a whole number. Unset it or give it one.") from None
+
+
+def flag(env: Mapping[str, str], name: str) -> bool:
+    """A wish that is there or not."""
+    return env.get(name, "").strip().lower() not in {"", "0", "no", "false", "off"}

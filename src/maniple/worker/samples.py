@@ -41,7 +41,7 @@ class Samples:
             "should_stop": should_stop,
         }
         sampler: Sampler | Shard
-        if static or seat is None:
+        if static or seat is None or place.deterministic:
             sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
