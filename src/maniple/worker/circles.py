@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from maniple.center import Segment
+from maniple.circle.choice import choose_circle, open_circle
 from maniple.circle.shared import Shared
 from maniple.contracts import Circle
 from maniple.errors import InvalidArgument
@@ -18,16 +19,23 @@ class Circles:
 
     def open(self, segment: Segment | None, name: str, *, is_boundary: bool) -> Circle:
         """The circle of that name."""
+        kind = choose_circle(self._place)
+        circle = self._open_shared(segment, name, is_boundary) if kind == "shared" else open_circle(self._place, name)
+        self._opened.append(circle)
+        return circle
+
+    def _open_shared(self, segment: Segment | None, name: str, is_boundary: bool) -> Shared:
         if segment is None:
             raise InvalidArgument("this worker is not on its host's machine, so it cannot enter the circle there.")
-        place = self._place
-        circle = Shared(segment, name, rank=place.rank, world=place.world, deadline_s=600.0, is_boundary=is_boundary)
+        place, deadline_s = self._place, self._place.circle_deadline_s
+        circle = Shared(
+            segment, name, rank=place.rank, world=place.world, deadline_s=deadline_s, is_boundary=is_boundary
+        )
         circle.roster.on_wait = self._on_wait
         for other in self._opened:
             if isinstance(other, Shared):
                 other.roster.others.append(circle.roster)
                 circle.roster.others.append(other.roster)
-        self._opened.append(circle)
         return circle
 
     def close(self) -> None:

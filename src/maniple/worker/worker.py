@@ -16,7 +16,7 @@ from maniple.errors import InvalidArgument, ManipleError
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
 from maniple.pace import Pace
-from maniple.place import Place, find
+from maniple.place import Place, find, refuse_center
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
@@ -77,7 +77,7 @@ class Worker:
         self._stop: StopAfter | None = None
         self._circles = Circles(place, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
-        if self._seat is not None:
+        if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
             watch_the_end(at_exit=self._leave_at_exit, on_error=self._fail, on_sigterm=self._end)
@@ -134,6 +134,8 @@ class Worker:
             stop: when this worker should end by itself.
         """
         rule, pace, wire = settle(self._place, rule, pace, wire)
+        if rule.meets == "center":
+            refuse_center(self._place)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
@@ -158,11 +160,12 @@ class Worker:
         return replica
 
     def _replica(self, adapter: Adapter, center: Center | None, rule: Rule, pace: Pace, wire: str) -> Replica:
-        if rule.meets == "center" or self._seat is None:
+        if rule.meets == "center" or self._place.is_alone:
             return Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
         from maniple.worker.synced import Synced
 
-        circle = self._circles.open(self._seat.segment, f"circle-{len(self._replicas)}", is_boundary=False)
+        segment = self._seat.segment if self._seat is not None else None
+        circle = self._circles.open(segment, f"circle-{len(self._replicas)}", is_boundary=False)
         return Synced(adapter, center, circle, rule=rule, pace=pace, wire=wire, events=self._events, worker=self)
 
     def sampler(
