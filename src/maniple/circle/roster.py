@@ -32,7 +32,8 @@ class Roster:
     """One worker's part in a circle.
 
     Attributes:
-        others: the rosters of this worker in other circles.
+        others: the rosters of this worker in circles where one may wait for it meanwhile. Not both ways: if each of two
+            circles went on without those who wait in the other, neither would be whole.
         on_wait: called again and again while waiting; may raise to give up.
         on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
         on_newcomers: makes the newcomers' parcel, if they need one to begin.
@@ -269,6 +270,8 @@ class Roster:
                 if table.count(rank) >= meeting or table.last(rank) <= meeting:
                     continue
                 if is_dead and self.on_missing(rank):
+                    seen = table.said(rank, meeting - 1).knocks
+                    table.say(rank, meeting, table.said(self.rank, meeting)._replace(knocks=seen))
                     table.come(rank, meeting)
                 else:
                     table.dismiss(rank, meeting)
