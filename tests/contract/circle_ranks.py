@@ -1,6 +1,7 @@
 """Ranks of a circle under test: real processes, started as the engine's own launcher starts them."""
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -8,11 +9,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from maniple.center import Segment
 from tests.conftest import require
 
 WORKER = Path(__file__).with_name("circle_worker.py")
-ENGINES = ["torch", "mpi"]
+ENGINES = ["shared", "torch", "mpi"]
 PATIENCE_S = 120.0  # only against hanging
+
+_segments: list[Segment] = []  # of the ranks that have been started
 
 
 def start(engine: str, world: int, folder: Path, how: str, *, around: tuple[str, ...] = ()) -> list[subprocess.Popen]:
@@ -20,6 +24,11 @@ def start(engine: str, world: int, folder: Path, how: str, *, around: tuple[str,
     command = [*around, sys.executable, str(WORKER), engine, str(folder), how]
     env = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if engine == "shared":
+        segment = Segment.create(Path(os.environ.get("MANIPLE_SHM", "/dev/shm")), secrets.token_hex(8), folder)
+        _segments.append(segment)
+        env |= {"MANIPLE_SEGMENT": str(segment.path), "MANIPLE_RESTARTED": "0", "WORLD_SIZE": str(world)}
+        return [_open(command, env | {"RANK": str(rank)}) for rank in range(world)]
     if engine == "mpi":
         launcher = find_mpiexec()
         require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
@@ -38,6 +47,8 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+        while _segments:
+            _segments.pop().remove()
     return [(process.returncode, words) for process, words in zip(processes, said, strict=True)]
 
 

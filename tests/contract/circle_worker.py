@@ -13,6 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from maniple.center import Segment
 from maniple.circle.calls import Calls
 from maniple.contracts import Circle
 from maniple.errors import ManipleError
@@ -22,6 +23,12 @@ from tests.contract.circle_cases import Case, cases
 
 def open_circle(engine: str, place: Place, name: str, *, deadline_s: float = 60.0) -> Circle:
     """The circle under test."""
+    if engine == "shared":
+        from maniple.circle.shared import Shared
+
+        assert place.segment is not None
+        segment = Segment(place.segment)
+        return Shared(segment, name, rank=place.rank, world=place.world, deadline_s=deadline_s)
     if engine == "torch":
         from maniple.circle.torch import Torch
 
@@ -80,7 +87,7 @@ def mismatches(circle: Circle) -> dict[str, str]:
         "size": lambda: circle.all_reduce(x[:3].copy() if is_odd else x, x[:3].copy() if is_odd else x.copy(), "sum"),
         "op": lambda: circle.all_reduce(x, x.copy(), "max" if is_odd else "min"),
         "root": lambda: circle.broadcast(x, root=1 if is_odd else 0),
-        "reside": lambda: circle.reside({"float32": 5 + is_odd}),
+        "reside": lambda: circle.reside({"float32": 5 + is_odd}).all_reduce("sum"),
         "resident": lambda: circle.reside({"float32": 5}).all_reduce("max" if is_odd else "min"),
     }
     said = {}

@@ -1,7 +1,8 @@
-"""The choice of a circle: which engine carries the rounds of a worker in its place. Pure."""
+"""The choice of a circle: which engine carries the rounds of a worker in its place."""
 
 import importlib.util
 
+from maniple.contracts import Circle
 from maniple.errors import InvalidArgument
 from maniple.place import CIRCLES, Place
 
@@ -19,6 +20,23 @@ def choose_circle(place: Place) -> str:
         chosen = "shared" if _is_one_machine(place) else "torch"
     _check(place, chosen)
     return chosen
+
+
+def open_circle(place: Place, name: str) -> Circle:
+    """The circle of that name, on the engine that `choose_circle` names; not for shared, which needs the segment."""
+    chosen, deadline_s = choose_circle(place), place.circle_deadline_s
+    if chosen == "torch":
+        from maniple.circle.torch import Torch
+
+        return Torch.open(place, name, deadline_s=deadline_s, deterministic=place.deterministic)
+    if chosen == "mpi":
+        from maniple.circle.mpi import Mpi
+
+        return Mpi.open(place, name, deadline_s=deadline_s)
+    assert chosen == "alone"
+    from maniple.circle.alone import Alone
+
+    return Alone()
 
 
 def _check(place: Place, circle: str) -> None:

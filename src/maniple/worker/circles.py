@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from maniple.circle.choice import choose_circle
+from maniple.circle.choice import choose_circle, open_circle
 from maniple.contracts import Circle
 from maniple.place import Place
 from maniple.record import Events
@@ -38,20 +38,7 @@ class Circles:
             circle.close()
 
     def _make(self, engine: str, name: str) -> Circle:
-        place, deadline_s = self._place, self._place.circle_deadline_s
-        if engine == "shared":
-            return self._make_shared(name)
-        if engine == "torch":
-            from maniple.circle.torch import Torch
-
-            return Torch.open(place, name, deadline_s=deadline_s, deterministic=place.deterministic)
-        if engine == "mpi":
-            from maniple.circle.mpi import Mpi
-
-            return Mpi.open(place, name, deadline_s=deadline_s)
-        from maniple.circle.alone import Alone
-
-        return Alone()
+        return self._make_shared(name) if engine == "shared" else open_circle(self._place, name)
 
     def _make_shared(self, name: str) -> Circle:
         from maniple.circle.shared import Shared

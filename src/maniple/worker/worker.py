@@ -81,7 +81,7 @@ class Worker(Calls):
         self._stop: StopAfter | None = None
         self._circles = Circles(place, self._seat, self._events, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
-        if self._seat is not None:
+        if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
             watch_the_end(at_exit=self._leave_at_exit, on_error=self._fail, on_sigterm=self._end)
