@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -175,5 +176,9 @@ class Circle(Protocol):
         ...
 
     def barrier(self) -> None: ...
+    def whole(self) -> AbstractContextManager[None]:
+        """The calls in this block are one: nobody enters in between."""
+        ...
+
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident: ...
     def close(self) -> None: ...

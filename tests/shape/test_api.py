@@ -80,6 +80,8 @@ SETTINGS = [
             [
                 *SETTINGS,
                 "--bind",
+                "--circle",
+                "--circle-deadline",
                 "--devices",
                 "--feed",
                 "--hosts",

@@ -30,6 +30,9 @@ def test_every_error_descends_from_the_public_root():
         (errors.HandlerFailed, 1),
         (errors.ProducerFailed, 1),
         (errors.WorkerFailed, 1),
+        (errors.PeerLost, 1),
+        (errors.CallMismatch, 1),
+        (errors.Desynced, 1),
     ],
 )
 def test_exit_code_of_each_error(kind, exit_code):
@@ -40,7 +43,9 @@ def test_exit_code_of_each_error(kind, exit_code):
 def test_every_error_has_its_exit_code_tested():
     assert {kind.__name__ for kind in KINDS} == {
         "BadFrame",
+        "CallMismatch",
         "Conflict",
+        "Desynced",
         "Diverged",
         "HandlerFailed",
         "HostAway",
@@ -48,6 +53,7 @@ def test_every_error_has_its_exit_code_tested():
         "LayoutMismatch",
         "ManipleError",
         "NotAdmitted",
+        "PeerLost",
         "ProducerFailed",
         "SharedMemoryFull",
         "WaitedTooLong",

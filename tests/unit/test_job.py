@@ -117,6 +117,7 @@ def test_what_was_asked_for_is_written_down():
         "restarts": 1,
         "seed": 9,
         "wire": None,
+        "circle": None,
         "listen": None,
         "controller": None,
         "controller_args": [],

@@ -1,5 +1,6 @@
-"""The sum of several workers' vectors, in place, compiled by numba and cached on disk. Twin of `fold.fold_slice`."""
+"""The sum of several workers' vectors, in place, compiled by numba and cached on disk. Twin of `sums.combine_slice`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -42,12 +43,13 @@ _fence: Any = intrinsic(_fence_code)
 
 
 @_compiled
-def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progress: Any, base: Any) -> None:  # noqa: PLR0917, PLR0912 - compiled code has no keywords, and its branches outside of the loops
+def _combine(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside of the loops, and no keywords
+    sources: Any, weights: Any, total: Any, targets: Any, start: Any, stop: Any, block: Any, progress: Any, base: Any
+) -> None:
     size = block.size
-    is_equal = True
-    for k in range(1, weights.size):
-        is_equal = is_equal and weights[k] == weights[0]
-    scale = weights[0]
+    is_weighted = False
+    for k in range(weights.size):
+        is_weighted = is_weighted or weights[k] != 1
     for number in range((stop - start + size - 1) // size):
         done = progress[0] - 2 * (base + number)
         if done >= 2:
@@ -56,37 +58,34 @@ def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progr
         count = min(size, stop - low)
         result = block[:count]
         if done < 1:
-            first = _array(_values(addresses[0], block), stop)[low : low + count]
-            second = _array(_values(addresses[min(1, addresses.size - 1)], block), stop)[low : low + count]
-            if addresses.size == 1:
+            first = _array(_values(sources[0], block), stop)[low : low + count]
+            if sources.size == 1:
                 for i in range(count):
-                    result[i] = scale * first[i]
-            elif is_equal and (scale == 1 or addresses.size > 2):
+                    result[i] = first[i]
+            elif is_weighted:
+                second, w, v = _array(_values(sources[1], block), stop)[low : low + count], weights[0], weights[1]
+                for i in range(count):
+                    result[i] = w * first[i] + v * second[i]
+            else:
+                second = _array(_values(sources[1], block), stop)[low : low + count]
                 for i in range(count):
                     result[i] = first[i] + second[i]
-            elif is_equal:
-                for i in range(count):
-                    result[i] = scale * (first[i] + second[i])
-            else:
-                other = weights[1]
-                for i in range(count):
-                    result[i] = scale * first[i] + other * second[i]
-            for k in range(2, addresses.size):
-                more, weight = _array(_values(addresses[k], block), stop)[low : low + count], weights[k]
-                if not is_equal:
+            for k in range(2, sources.size):
+                more, w = _array(_values(sources[k], block), stop)[low : low + count], weights[k]
+                if is_weighted:
                     for i in range(count):
-                        result[i] += weight * more[i]
-                elif k < addresses.size - 1 or scale == 1:
-                    for i in range(count):
-                        result[i] += more[i]
+                        result[i] += w * more[i]
                 else:
                     for i in range(count):
-                        result[i] = scale * (result[i] + more[i])
+                        result[i] += more[i]
+            if total != 1:
+                for i in range(count):
+                    result[i] /= total
             _fence()
             progress[0] += 1
             _fence()
-        for k in range(addresses.size):
-            target = _array(_values(addresses[k], block), stop)[low : low + count]
+        for k in range(targets.size):
+            target = _array(_values(targets[k], block), stop)[low : low + count]
             for i in range(count):
                 target[i] = result[i]
         _fence()
@@ -94,9 +93,18 @@ def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progr
         _fence()
 
 
-def fold_slice(
-    vectors: list[Array], weights: Array, bounds: tuple[int, int], block: Array, progress: Array, *, base: int
+def combine_slice(
+    vectors: Sequence[Array],
+    weights: Sequence[float],
+    total: float,
+    part: tuple[int, int],
+    *,
+    block: Array,
+    progress: Array,
+    base: int,
 ) -> None:
-    """`x = sum_k w_k x_k` for a part of all vectors, in steps that can be repeated."""
-    addresses = np.array([vector.ctypes.data for vector in vectors], np.uint64)
-    _fold(addresses, weights, *bounds, block, progress, base)
+    """`x = sum_k w_k x_k / total` for a part of all vectors, in steps that can be repeated."""
+    targets = np.array([vector.ctypes.data for vector in vectors], np.uint64)
+    used = np.array([bool(weight) for weight in weights])
+    counted = np.array(weights, block.dtype)[used]
+    _combine(targets[used], counted, block.dtype.type(total), targets, *part, block, progress, base)

@@ -1,4 +1,4 @@
-"""Resident vectors: they live in their worker's slot, and each worker folds its part of everybody's, in place.
+"""Resident vectors: they live in their worker's slot, and each worker combines its part of everybody's, in place.
 
 offset 0     progress, bytes of the vectors, bytes of a block
 4096         the block under way
@@ -8,12 +8,13 @@ A worker that dies in the middle of its part has left what was done and what was
 finishes the part, so the round is whole and has what the dead one gave to it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maniple.circle.fold import JOURNAL_BYTES, block_bytes, bounds, check_op, fold_in_place, shares, warm_up
-from maniple.circle.table import Call
+from maniple.circle.call import Call, check_reduction
+from maniple.circle.sums import JOURNAL_BYTES, block_bytes, bounds, combine_in_place, warm_up
 from maniple.contracts import Array, Round
 from maniple.errors import LayoutMismatch
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from maniple.circle.shared import Shared
 
 _PAGE = 4096
-_WORDS = "round resident"
 
 
-class Slices:
+class InPlace:
     """This worker's vectors, and the others' as this worker sees them."""
 
     def __init__(self, circle: "Shared", sizes: dict[str, int]) -> None:
         self._circle, self._sizes = circle, sizes
+        self._dtype, self._count = next(iter(sizes), "float32"), sum(sizes.values())
         self._bytes = sum(_aligned(np.dtype(dtype).itemsize * size) for dtype, size in sizes.items())
         self._serial, memory = circle.slots.make(_PAGE + JOURNAL_BYTES + self._bytes)
         self._own = _View(memory, sizes)
@@ -45,30 +46,30 @@ class Slices:
 
     def all_reduce(self, op: str, *, weight: float = 1.0, quorum: int = 0) -> Round:
         """Replace the vectors by what all workers' vectors make together."""
-        check_op(op)
+        for dtype in self._sizes:
+            check_reduction(op, dtype, "float32")
         circle, roster = self._circle, self._circle.roster
         waited = roster.waited_s
         self._own.head[0] = 0
-        call = Call.of(f"{_WORDS} {op}", self._bytes, weight)._replace(slot=self._serial)
-        ranks = circle.meet("a round", call, quorum=quorum)
-        calls = [roster.table.said(rank, roster.meeting) for rank in ranks]
-        weights = [one.weight for one in calls]
-        views = [self._view(rank, one.slot) for rank, one in zip(ranks, calls, strict=True)]
+        call = Call("resident", 0, self._dtype, self._count, op, 0, "float32", weight)
+        ranks = roster.meet(call, slot=self._serial, quorum=quorum)
+        weights = [roster.table.weight(rank, roster.meeting) for rank in ranks]
+        views = [self._view(rank, roster.table.slot(rank, roster.meeting)) for rank in ranks]
         is_changing = len(ranks) > 1 and (op != "mean" or sum(weights) > 0)
         if is_changing:
             self._under_way = ranks, views, op, weights
             with roster.whole():
-                _fold_part(views, ranks.index(circle.rank), op, weights)
-        roster.let_in(circle.meet("the end of a round", call))
+                _combine_part(views, ranks.index(circle.rank), op, weights)
+        roster.let_in(roster.meet(call, slot=self._serial))
         self._under_way = None
-        return Round(ranks, float(sum(weights)), roster.waited_s - waited)
+        return done(op, ranks, weights, roster.waited_s - waited)
 
     def _finish_for(self, rank: int) -> bool:
-        """A worker has died in the middle of a round: fold its part for it."""
+        """A worker has died in the middle of a round: combine its part for it."""
         if self._under_way is None:
             return False
         ranks, views, op, weights = self._under_way
-        _fold_part(views, ranks.index(rank), op, weights)
+        _combine_part(views, ranks.index(rank), op, weights)
         return True
 
     def _view(self, rank: int, serial: int) -> "_View":
@@ -126,16 +127,22 @@ class _View:
             start += _aligned(stop - start)
 
 
-def _fold_part(views: list[_View], index: int, op: str, weights: list[float]) -> None:
-    """Fold the part of worker `index` of all, from where it has stopped."""
+def _combine_part(views: list[_View], index: int, op: str, weights: list[float]) -> None:
+    """Combine the part of worker `index` of all, from where it has stopped."""
     owner = views[index]
     base = 0
     for dtype in owner.flat:
         vectors = [view.flat[dtype] for view in views]
         part = bounds(vectors[0].size, len(views))[index]
         block = owner.journal[: int(owner.head[2])].view(dtype)
-        fold_in_place(vectors, shares(weights, op, dtype), part, block, owner.head[:1], base=base, op=op)
+        combine_in_place(op, vectors, weights, part, block=block, progress=owner.head[:1], base=base)
         base += -(-(part[1] - part[0]) // block.size)
+
+
+def done(op: str, ranks: Sequence[int], weights: Sequence[float], waited_s: float) -> Round:
+    """What a round did; those without weight are not in a mean."""
+    used = tuple(rank for rank, weight in zip(ranks, weights, strict=True) if weight or op != "mean")
+    return Round(used, float(sum(weights)), waited_s)
 
 
 def _aligned(size: int) -> int:

@@ -17,8 +17,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maniple.circle.table import LOCK, NEVER, Call, Table
-from maniple.errors import CallMismatch, WaitedTooLong
+from maniple.circle.call import Call, compare
+from maniple.circle.table import LOCK, NEVER, Table
+from maniple.errors import WaitedTooLong
 
 _LOOK_S = 0.05  # how often one who waits looks after those it waits for
 _LOCK_S = 60.0
@@ -32,7 +33,8 @@ class Roster:
     """One worker's part in a circle.
 
     Attributes:
-        others: the rosters of this worker in other circles.
+        others: the rosters of this worker in circles where one may wait for it meanwhile. Not both ways: if each of two
+            circles went on without those who wait in the other, neither would be whole.
         on_wait: called again and again while waiting; may raise to give up.
         on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
         on_newcomers: makes the newcomers' parcel, if they need one to begin.
@@ -82,7 +84,7 @@ class Roster:
             self.is_in = True
         return is_late
 
-    def meet(self, phase: str, call: Call, *, quorum: int = 0) -> tuple[int, ...]:
+    def meet(self, call: Call, *, slot: int = 0, expected: int = 0, quorum: int = 0) -> tuple[int, ...]:
         """Come to the next meeting; gives those who belong to it when all have come.
 
         With a `quorum`, it is enough that so many have come: the others are dismissed. Raises PassedOver if this worker
@@ -91,17 +93,18 @@ class Roster:
         table, meeting = self.table, self.meeting + 1
         if table.last(self.rank) <= meeting:
             raise PassedOver
-        table.say(self.rank, meeting, call._replace(knocks=table.knocks))
+        table.say(self.rank, meeting, call, slot=slot, expected=expected)
         table.come(self.rank, meeting)
         self.meeting = meeting
         table.bell.ring()
         is_done = functools.partial(self._is_closed, meeting, quorum) if quorum else None
         with self.whole():
-            self._wait(is_done or functools.partial(self._have_all_come, meeting), phase, None)
+            self._wait(is_done or functools.partial(self._have_all_come, meeting), call.kind, None)
         members = self.members(meeting)
         if self.rank not in members:
             raise PassedOver
-        self._compare(members, meeting, phase)
+        if not all(table.is_same(self.rank, rank, meeting) for rank in members):
+            compare(self.rank, {rank: table.said(rank, meeting) for rank in members})
         return members
 
     @contextmanager
@@ -116,7 +119,7 @@ class Roster:
     def let_in(self, members: tuple[int, ...]) -> None:
         """At the end of a call, whose last meeting these came to: those who knocked belong to the next one."""
         table = self.table
-        seen = min(table.said(rank, self.meeting).knocks for rank in members)
+        seen = min(table.heard(rank, self.meeting) for rank in members)
         if seen:
             for rank in range(table.height):
                 if 0 < table.knocked(rank) <= seen and table.first(rank) == 0:
@@ -269,6 +272,7 @@ class Roster:
                 if table.count(rank) >= meeting or table.last(rank) <= meeting:
                     continue
                 if is_dead and self.on_missing(rank):
+                    table.repeat(rank, meeting)
                     table.come(rank, meeting)
                 else:
                     table.dismiss(rank, meeting)
@@ -284,17 +288,6 @@ class Roster:
                 return
             if self.table.is_alive(rank):
                 return
-
-    def _compare(self, members: tuple[int, ...], meeting: int, phase: str) -> None:
-        mine = self.table.said(self.rank, meeting)
-        for rank in members:
-            other = self.table.said(rank, meeting)
-            if not mine.fits(other):
-                raise CallMismatch(
-                    f"worker {self.rank} has come with {phase} ({mine}), worker {rank} with {other}, perhaps of "
-                    "another dtype, op or root. All workers must make the same calls in the same order: look for one "
-                    "that depends on the rank."
-                )
 
     def _give_up(self, phase: str, waited_s: float, whom: range | None) -> None:
         if whom is None:

@@ -1,13 +1,14 @@
 """The table of a circle in shared memory: one row per rank, by which the workers know of each other.
 
-offset 0     bell, founded, knocks, settled
+offset 0     bell, founded, knocks, settled, height
 4096         rows of int64, one per rank:
              holder     incarnation + 1 of the process that the row belongs to; 0: none yet
              first      the first meeting that it is in; 0: none yet
              last       the first that it is no longer in
              count      the meetings it has come to
              knocked    its number among those who knocked
-             2 calls    what it does at its newest meeting and at the one before
+             2 calls    what it does at its newest meeting and at the one before (`call.Call`), and with it the knocks
+                        it had heard, its slot, and whom it expected
 
 Row `r` is written by rank `r` alone, but for `first` and `last`: those are what the others decide about it. For as long
 as a process lives it holds the lock on byte `r + 1` of the file, so the kernel tells at once who has died.
@@ -15,13 +16,12 @@ as a process lives it holds the lock on byte `r + 1` of the file, so the kernel 
 
 import mmap
 import os
-import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 from maniple.bell import Bell
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import refusal
+from maniple.circle.call import NUMBER, SIZE, Call
 from maniple.errors import InvalidArgument
 
 CAPACITY = 512
@@ -29,41 +29,11 @@ NEVER = 1 << 62  # a meeting that does not come
 LOCK = 0  # the byte of the table's own lock
 _PAGE = 4096
 _HEADER_WORDS = _PAGE // 8
-_FOUNDED, _KNOCKS, _SETTLED = 1, 2, 3  # words of the header
+_FOUNDED, _KNOCKS, _SETTLED, _HEIGHT = 1, 2, 3, 4  # words of the header
 _HOLDER, _FIRST, _LAST, _COUNT, _KNOCKED, _CALLS = range(6)
-_CALL_WORDS = 6
-_ROW = 24
+_CALL_WORDS, _WEIGHT, _KNOCKS_HEARD, _SLOT, _EXPECTED = 11, 7, 8, 9, 10
+_ROW = 32
 _SIZE = _PAGE + CAPACITY * _ROW * 8
-
-
-_KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "round")
-_RAGGED = ("gather", "all_gather", "scatter", "barrier")
-
-
-class Call(NamedTuple):
-    """What one worker does at a meeting."""
-
-    code: int = 0  # which call it is; the same for all
-    size: int = 0  # the bytes of its values
-    knocks: int = 0  # how many had knocked when it came
-    slot: int = 0  # the serial number of its slot
-    shape: int = 0  # who it thought would come
-    weight: float = 1.0
-
-    @classmethod
-    def of(cls, words: str, size: int, weight: float = 1.0) -> "Call":
-        """The call that `words` name, beginning with its kind."""
-        # The text itself does not fit into a row: its first bytes tell people, its checksum tells calls apart.
-        kind = words.split(maxsplit=1)[0]
-        return cls((zlib.crc32(words.encode()) << 8) | _KINDS.index(kind), size, weight=weight)
-
-    def __str__(self) -> str:
-        return f"{_KINDS[self.code & 0xFF]} of {self.size} bytes"
-
-    def fits(self, other: "Call") -> bool:
-        """The two are the same call."""
-        is_ragged = _KINDS[self.code & 0xFF] in _RAGGED
-        return self.code == other.code and (is_ragged or self.size == other.size)
 
 
 class Table:
@@ -151,18 +121,51 @@ class Table:
         """The number of `rank` among those who knocked; 0: it did not."""
         return self._words[_row(rank) + _KNOCKED]
 
-    def say(self, rank: int, meeting: int, call: Call) -> None:
+    def say(self, rank: int, meeting: int, call: Call, *, slot: int = 0, expected: int = 0) -> None:
         """Write what `rank` does at a meeting, before it comes to it."""
-        start = _row(rank) + _CALLS + _CALL_WORDS * (meeting % 2)
-        words = self._words
-        words[start], words[start + 1], words[start + 2], words[start + 3], words[start + 4] = call[:5]
-        self._reals[start + 5] = call.weight
+        start = _place(rank, meeting)
+        for i, word in enumerate(call.words(meeting)):
+            self._words[start + i] = word
+        self._reals[start + _WEIGHT] = call.weight
+        self._words[start + _KNOCKS_HEARD] = self.knocks
+        self._words[start + _SLOT] = slot
+        self._words[start + _EXPECTED] = expected
+
+    def repeat(self, rank: int, meeting: int) -> None:
+        """Write that `rank` does at a meeting what it did at the one before."""
+        old, new = _place(rank, meeting - 1), _place(rank, meeting)
+        self._words[new : new + _CALL_WORDS] = self._words[old : old + _CALL_WORDS]
+        self._words[new + NUMBER] = meeting
 
     def said(self, rank: int, meeting: int) -> Call:
         """What `rank` does at a meeting that is not over for everybody."""
-        start = _row(rank) + _CALLS + _CALL_WORDS * (meeting % 2)
-        code, size, knocks, slot, shape = self._words[start : start + 5]
-        return Call(code, size, knocks, slot, shape, self._reals[start + 5])
+        start = _place(rank, meeting)
+        return Call.of_words(self._words[start : start + _WEIGHT], self._reals[start + _WEIGHT])
+
+    def is_same(self, rank: int, other: int, meeting: int) -> bool:
+        """Two workers do the very same at a meeting, but for their weights."""
+        a, b = _place(rank, meeting), _place(other, meeting)
+        return self._words[a : a + _WEIGHT].tolist() == self._words[b : b + _WEIGHT].tolist()
+
+    def weight(self, rank: int, meeting: int) -> float:
+        """How much the values of `rank` count."""
+        return self._reals[_place(rank, meeting) + _WEIGHT]
+
+    def size(self, rank: int, meeting: int) -> int:
+        """How many values `rank` has."""
+        return self._words[_place(rank, meeting) + SIZE]
+
+    def heard(self, rank: int, meeting: int) -> int:
+        """How many had knocked when `rank` came."""
+        return self._words[_place(rank, meeting) + _KNOCKS_HEARD]
+
+    def slot(self, rank: int, meeting: int) -> int:
+        """Where the values of `rank` are."""
+        return self._words[_place(rank, meeting) + _SLOT]
+
+    def expected(self, rank: int, meeting: int) -> int:
+        """Whom `rank` thought to meet."""
+        return self._words[_place(rank, meeting) + _EXPECTED]
 
     def members(self, meeting: int) -> list[int]:
         """The ranks that belong to the circle at a meeting."""
@@ -175,7 +178,7 @@ class Table:
     @property
     def height(self) -> int:
         """One more than the highest rank that has a row."""
-        return self._words[4]
+        return self._words[_HEIGHT]
 
     def grow(self, rank: int) -> None:
         """There is a row `rank` now; under the table's lock."""
@@ -184,7 +187,7 @@ class Table:
                 f"worker {rank} cannot enter a circle in shared memory, which has room for ranks below {CAPACITY}. "
                 "Use --circle torch, or a rule of the center."
             )
-        self._words[4] = max(self._words[4], rank + 1)
+        self._words[_HEIGHT] = max(self._words[_HEIGHT], rank + 1)
 
     def is_alive(self, rank: int) -> bool:
         """The process that row `rank` belongs to is alive."""
@@ -193,6 +196,11 @@ class Table:
     def close(self) -> None:
         """Let go of the file, and with it of this process's sign of life."""
         self.locks.close()
+
+
+def _place(rank: int, meeting: int) -> int:
+    """Where the call of `rank` at a meeting stands."""
+    return _row(rank) + _CALLS + _CALL_WORDS * (meeting % 2)
 
 
 def _row(rank: int) -> int:

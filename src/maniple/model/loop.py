@@ -41,7 +41,7 @@ class Loop:
         self._replica.samples = getattr(model.data, "batch_size", 1)
         self._is_together = self._replica.rule.meets != "center" and worker.world > 1
         self._looks: Sampler | Shard | None = None
-        if not self._is_together or model.data.n_batch_val < worker.world or not hasattr(worker, "all_reduce"):
+        if not self._is_together:
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
         self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
@@ -132,7 +132,7 @@ class Loop:
         if not self._model.data.n_batch_val:
             return {}
         begin, worker = time.perf_counter(), self._worker
-        counts = range(worker.rank, self._model.data.n_batch_val, worker.world) if self._looks is None else self._looks
+        counts = self._shares() if self._looks is None else self._looks
         with self._replica.center():
             means, weight, batches = validate(self._model, self._recorder, counts)
         part = {"batches": batches, "samples": weight, "seconds": time.perf_counter() - begin}
@@ -143,10 +143,16 @@ class Loop:
             self._recorder.found(whole, is_told=self._looks is not None or worker.rank == 0)
         return whole
 
+    def _shares(self) -> range:
+        """The validation batches of a worker that meets the others; who has none looks at one of theirs."""
+        of, rank = self._model.data.n_batch_val, self._worker.rank
+        return range(rank, of, self._worker.world) if rank < of else range(rank % of, rank % of + 1)
+
     def _met(self, means: Means, weight: float) -> Means:
         """The means over all workers, who meet for them; the first tells the controller."""
-        whole = together(self._worker, means, weight)
-        if whole and self._worker.rank == 0:
+        is_spare = self._worker.rank >= self._model.data.n_batch_val  # another has looked at the same batch
+        whole = together(self._worker, means, 0.0 if is_spare else weight)
+        if self._worker.rank == 0:
             self._worker.ask("validated", loss=whole["loss"])
         return whole
 

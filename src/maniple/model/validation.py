@@ -52,8 +52,7 @@ def together(worker: Worker, means: Means, weight: float) -> Means:
     """The means over all workers, who meet for it."""
     names = sorted(means)
     values = np.array([means[name] for name in names])
-    reduced = cast(Any, worker).all_reduce(values, op="mean", weight=weight)
-    return dict(zip(names, reduced.tolist(), strict=True))
+    return dict(zip(names, worker.all_reduce(values, op="mean", weight=weight).tolist(), strict=True))
 
 
 def top_errors(logits: Any, labels: Any, k: int = 5) -> tuple[float, float]:

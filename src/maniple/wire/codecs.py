@@ -18,6 +18,7 @@ from maniple.errors import InvalidArgument
 _BLOCK = 1 << 15  # values; a multiple of the group
 _GROUP = 256
 _LARGEST_HALF = np.float32(65504)
+_NEAR_LARGEST = np.float32(3e38)  # smaller values stay finite when they are rounded to bfloat16
 
 
 class Codec(Protocol):
@@ -123,7 +124,15 @@ def codec(name: str) -> Codec:
         raise InvalidArgument(f"wire={name!r} is no way to send values (one of {', '.join(CODECS)}).") from None
 
 
+def _is_below(values: Array, limit: np.float32) -> bool:
+    """All are numbers smaller than `limit`, as nearly always: what is rare need not be looked for in each value."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.abs(values).max(initial=0) < limit)
+
+
 def _to_float16(values: Array) -> Array:
+    if _is_below(values, _LARGEST_HALF):
+        return values.astype(np.float16).view(np.uint16)
     with np.errstate(invalid="ignore"):
         clipped = np.where(np.isinf(values), values, np.clip(values, -_LARGEST_HALF, _LARGEST_HALF))
     return clipped.astype(np.float16).view(np.uint16)
@@ -131,6 +140,13 @@ def _to_float16(values: Array) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     bits = values.view(np.uint32)
+    if _is_below(values, _NEAR_LARGEST):
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        rounded >>= np.uint32(16)
+        return rounded.astype(np.uint16)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     finite = np.isfinite(values)
     # What is not finite keeps its upper half; a NaN keeps one bit there, else it would become an infinity.

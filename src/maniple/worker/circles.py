@@ -1,36 +1,69 @@
 """The circles of one worker: one for its own calls, one for each replica whose rule meets there."""
 
+import sys
 from collections.abc import Callable
 
-from maniple.center import Segment
-from maniple.circle.shared import Shared
+from maniple.circle.choice import choose_circle, open_circle
 from maniple.contracts import Circle
-from maniple.errors import InvalidArgument
 from maniple.place import Place
+from maniple.record import Events
+from maniple.worker.seat import Seat
+
+_CALLS = "circle-calls"
 
 
 class Circles:
     """Opens circles, and lets them know of each other."""
 
-    def __init__(self, place: Place, on_wait: Callable[[], None]) -> None:
-        self._place, self._on_wait = place, on_wait
-        self._opened: list[Circle] = []
+    def __init__(self, place: Place, seat: Seat | None, events: Events, on_wait: Callable[[], None]) -> None:
+        self._place, self._seat, self._events, self._on_wait = place, seat, events, on_wait
+        self._opened: dict[str, Circle] = {}
 
-    def open(self, segment: Segment | None, name: str, *, is_boundary: bool) -> Circle:
-        """The circle of that name."""
-        if segment is None:
-            raise InvalidArgument("this worker is not on its host's machine, so it cannot enter the circle there.")
-        place = self._place
-        circle = Shared(segment, name, rank=place.rank, world=place.world, deadline_s=600.0, is_boundary=is_boundary)
-        circle.roster.on_wait = self._on_wait
-        for other in self._opened:
-            if isinstance(other, Shared):
-                other.roster.others.append(circle.roster)
-                circle.roster.others.append(other.roster)
-        self._opened.append(circle)
+    @property
+    def calls(self) -> Circle:
+        """The circle of the script's own calls."""
+        return self._opened.get(_CALLS) or self.open(_CALLS)
+
+    def open(self, name: str) -> Circle:
+        """The circle `name`, as the workers' place allows."""
+        engine = choose_circle(self._place)
+        if not self._opened:
+            self._tell(engine)
+        circle = self._opened[name] = self._make(engine, name)
         return circle
 
     def close(self) -> None:
         """Leave all circles."""
-        for circle in self._opened:
+        for circle in self._opened.values():
             circle.close()
+
+    def _make(self, engine: str, name: str) -> Circle:
+        return self._make_shared(name) if engine == "shared" else open_circle(self._place, name)
+
+    def _make_shared(self, name: str) -> Circle:
+        from maniple.circle.shared import Shared
+
+        assert self._seat is not None and self._seat.segment is not None
+        place, is_ours = self._place, name == _CALLS
+        circle = Shared(
+            self._seat.segment,
+            name,
+            rank=place.rank,
+            world=place.world,
+            deadline_s=place.circle_deadline_s,
+            is_boundary=is_ours,
+        )
+        circle.roster.on_wait = self._on_wait
+        known = [(key, one) for key, one in self._opened.items() if isinstance(one, Shared)]
+        if is_ours:
+            for _, replica in known:
+                replica.roster.others.append(circle.roster)
+        else:
+            circle.roster.others += [one.roster for key, one in known if key == _CALLS]
+        return circle
+
+    def _tell(self, engine: str) -> None:
+        self._events.write("circle", engine=engine, world=self._place.world)
+        if self._place.rank == 0 and engine != "alone":
+            why = f" ({self._place.launcher})" if self._place.launcher else ""
+            print(f"maniple: {self._place.world} workers meet in the circle {engine}{why}", file=sys.stderr, flush=True)

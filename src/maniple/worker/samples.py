@@ -44,7 +44,7 @@ class Samples:
         }
         is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
-        if static or seat is None:
+        if static or seat is None or place.deterministic:
             sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from maniple.adapters import Adapter
 from maniple.center import ByteLocks, Segment, Shared
-from maniple.center.segment import LEFT, LIVE
+from maniple.center.locks import Patience
+from maniple.center.segment import LEFT, LIVE, NEVER
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -107,11 +108,19 @@ class Near:
     def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
         del wire  # in shared memory nothing travels
+        if self.place.deterministic and self.place.rank:
+            self._await_first(name)
         center, is_creator = Shared.open_or_create(
             self._segment, name, model, rank=self.place.rank, lock=lock, note=note
         )
         warm_up(list(center.layout.sizes))  # here it is this worker that computes
         return center, is_creator
+
+    def _await_first(self, name: str) -> None:
+        """Wait until worker 0 has made the center: its values are those that all begin with."""
+        patience = Patience(self.place.circle_deadline_s)
+        while not (self._segment.path / name).exists() and self._segment.state(0) in {NEVER, LIVE}:
+            patience.wait(f"worker 0 to make {name}")
 
     def locks(self) -> ByteLocks:
         """The lock that the workers of this machine share."""

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from maniple.adapters import Adapter, adapt
-from maniple.contracts import Center
+from maniple.circle.calls import Calls
+from maniple.contracts import Center, Circle
 from maniple.errors import InvalidArgument, ManipleError
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
 from maniple.pace import Pace
-from maniple.place import Place, find
+from maniple.place import Place, find, refuse_center
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
@@ -25,6 +26,7 @@ from maniple.worker.asked import settle
 from maniple.worker.circles import Circles
 from maniple.worker.ending import watch_the_end
 from maniple.worker.logged import plain
+from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
 from maniple.worker.seat import take_seat
@@ -46,7 +48,7 @@ def join(address: str | None = None) -> "Worker":
     return _joined
 
 
-class Worker:
+class Worker(Calls):
     """This process as a worker.
 
     Attributes:
@@ -67,13 +69,15 @@ class Worker:
         self.rank, self.world = place.rank, place.world
         self.local_rank, self.local_world, self.node = place.local_rank, place.local_world, place.node
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
+        if place.deterministic:
+            seed_all(self.seed)
         self.has_left = self._has_failed = False
         self._place, self._pid = place, os.getpid()
         self._exit_code: int | None = None
         self._stop: StopAfter | None = None
-        self._circles = Circles(place, self.end_if_told)
+        self._circles = Circles(place, self._seat, self._events, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
-        if self._seat is not None:
+        if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
             watch_the_end(at_exit=self._leave_at_exit, on_error=self._fail, on_sigterm=self._end)
@@ -87,6 +91,10 @@ class Worker:
         if torch is not None and torch.cuda.is_available():
             return f"cuda:{self.local_rank % torch.cuda.device_count()}"
         return "cpu"
+
+    @property
+    def _circle(self) -> Circle:
+        return self._circles.calls
 
     @property
     def should_stop(self) -> bool:
@@ -130,6 +138,9 @@ class Worker:
             stop: when this worker should end by itself.
         """
         rule, pace, wire = settle(self._place, rule, pace, wire)
+        check_rule(self._place, rule)
+        if rule.meets == "center":
+            refuse_center(self._place)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
@@ -154,11 +165,11 @@ class Worker:
         return replica
 
     def _replica(self, adapter: Adapter, center: Center | None, rule: Rule, pace: Pace, wire: str) -> Replica:
-        if rule.meets == "center" or self._seat is None:
+        if rule.meets == "center" or self._place.is_alone:
             return Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
         from maniple.worker.synced import Synced
 
-        circle = self._circles.open(self._seat.segment, f"circle-{len(self._replicas)}", is_boundary=False)
+        circle = self._circles.open(f"circle-{len(self._replicas)}")
         return Synced(adapter, center, circle, rule=rule, pace=pace, wire=wire, events=self._events, worker=self)
 
     def sampler(

@@ -1,0 +1,133 @@
+"""Sums: arrays of all workers put together in the order of their ranks, block by block.
+
+Each element is computed by one worker alone, and always in the same order: all get the same bits, in every run.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maniple.contracts import Array
+
+JOURNAL_BYTES = 1 << 18
+_BLOCK = 1 << 16  # values; what is added up and then divided stays in the cache
+_FOLDS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+
+def evened(weights: Sequence[float]) -> list[float]:
+    """Weights that are all alike count 1 each, so that nothing is multiplied in vain; 0 stays 0."""
+    used = {weight for weight in weights if weight}
+    return [1.0 if weight else 0.0 for weight in weights] if len(used) == 1 else list(weights)
+
+
+def combine(op: str, pieces: Sequence[Array], weights: Sequence[float], out: Array) -> None:
+    """Set `out`, which may be one of the pieces, to what `op` makes of them.
+
+    A mean is sum(w x) / sum(w); a piece of weight 0 is left out of it, whatever it holds.
+    """
+    weights = evened(weights) if op == "mean" else [1.0] * len(pieces)
+    used = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight]
+    scratch = np.empty(min(_BLOCK, out.size), out.dtype)
+    with np.errstate(all="ignore"):
+        for start in range(0, out.size, _BLOCK):
+            target = out[start : start + _BLOCK]
+            _fold(op, [(piece[start : start + _BLOCK], weight) for piece, weight in used], target, scratch)
+            if op == "mean":
+                np.divide(target, target.dtype.type(sum(weights)), out=target)
+
+
+def _fold(op: str, blocks: Sequence[tuple[Array, float]], out: Array, scratch: Array) -> None:
+    # `out` may be a block that is read later on: then all but the last are put together elsewhere.
+    is_read = any(block.ctypes.data == out.ctypes.data for block, _ in blocks[1:])
+    total = scratch[: out.size] if is_read and len(blocks) > 2 else out
+    if all(weight == 1.0 for _, weight in blocks):
+        if len(blocks) == 1:
+            np.copyto(out, blocks[0][0])
+        for i, (block, _) in enumerate(blocks[1:]):
+            last = out if i == len(blocks) - 2 else total
+            _FOLDS[op](blocks[0][0] if i == 0 else total, block, out=last)
+        return
+    terms = [block * block.dtype.type(weight) for block, weight in blocks]
+    for term in terms[1:]:
+        np.add(terms[0], term, out=terms[0])
+    np.copyto(out, terms[0])
+
+
+def bounds(size: int, parts: int) -> list[tuple[int, int]]:
+    """`size` elements in as many parts, in whole cache lines but for the last."""
+    step = -(-size // max(1, parts))
+    step += -step % 16
+    return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
+
+
+def combine_slice(
+    op: str,
+    vectors: Sequence[Array],
+    weights: Sequence[float],
+    part: tuple[int, int],
+    *,
+    block: Array,
+    progress: Array,
+    base: int,
+) -> None:
+    """Combine a part of all vectors, and write it to all, in steps that can be repeated.
+
+    Each block is computed into `block` and then copied to all vectors; `progress` counts both. If the process dies, the
+    values of the block under way are in `block`, or the vectors are as they were.
+    """
+    start, stop = part
+    for number in range(-(-(stop - start) // block.size)):
+        done = int(progress[0]) - 2 * (base + number)
+        if done >= 2:
+            continue
+        low, high = start + number * block.size, min(stop, start + (number + 1) * block.size)
+        result = block[: high - low]
+        if done < 1:
+            combine(op, [vector[low:high] for vector in vectors], weights, result)
+            progress[0] += 1
+        for vector in vectors:
+            vector[low:high] = result
+        progress[0] += 1
+
+
+def block_bytes() -> int:
+    """How much is computed at a time: compiled it fits the first cache, in NumPy it is worth the cost of a call."""
+    return JOURNAL_BYTES if _fused() is None else JOURNAL_BYTES // 8
+
+
+def combine_in_place(
+    op: str,
+    vectors: Sequence[Array],
+    weights: Sequence[float],
+    part: tuple[int, int],
+    *,
+    block: Array,
+    progress: Array,
+    base: int,
+) -> None:
+    """`combine_slice`, compiled where it can be."""
+    fused = _fused() if op in {"sum", "mean"} and block.dtype.name in {"float32", "float64"} else None
+    if fused is None:
+        combine_slice(op, vectors, weights, part, block=block, progress=progress, base=base)
+        return
+    weights = evened(weights) if op == "mean" else [1.0] * len(vectors)
+    total = sum(weights) if op == "mean" else 1.0
+    fused.combine_slice(vectors, weights, total, part, block=block, progress=progress, base=base)
+
+
+def warm_up(dtypes: Sequence[str]) -> None:
+    """Compile or load the kernels now, so that the first round is as fast as the rest."""
+    for dtype in dtypes:
+        vector, block = np.zeros(1, dtype), np.zeros(1, dtype)
+        combine_in_place("sum", [vector], [1.0], (0, 1), block=block, progress=np.zeros(1, np.int64), base=0)
+
+
+@functools.cache
+def _fused() -> Any:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    return importlib.import_module("maniple.circle.fused")

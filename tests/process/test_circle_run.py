@@ -1,0 +1,85 @@
+"""One script with a rule of the circle, under every launcher: the same numbers, and an end without leave()."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require
+from tests.contract.circle_ranks import find_mpiexec
+from tests.process.conftest import PATIENCE_S
+
+pytestmark = pytest.mark.process
+
+# Worker r makes 3 + r steps; each subtracts the mean of what those give who are still there.
+SCRIPT = """
+import numpy as np
+
+import maniple
+
+worker = maniple.join()
+w = {"w": np.full(4, float(worker.rank))}
+replica = worker.share(w, rule=maniple.BSP())
+for _ in range(3 + worker.rank):
+    gradients = {"w": np.full(4, worker.rank + 1.0)}
+    replica.reduce(gradients)
+    w["w"] -= gradients["w"]
+    replica.step()
+print(f"[{worker.rank}/{worker.world} {w['w'][0]:.6f}]", flush=True)
+"""
+
+
+def expected(rank: int, world: int) -> float:
+    value = 0.0
+    for step in range(3 + rank):
+        there = [r + 1 for r in range(world) if step < 3 + r]
+        value -= sum(there) / len(there)
+    return value
+
+
+def assert_numbers(output: str, world: int) -> None:
+    for rank in range(world):
+        assert f"[{rank}/{world} {expected(rank, world):.6f}]" in output, output
+
+
+def called(tmp_path: Path, *command: str) -> str:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_maniple_run_gives_the_circle_torch_a_place_to_meet(run):
+    require("torch", find_spec("torch") is not None, "no torch")
+    going = run(SCRIPT, "-n", "3", "--circle", "torch", "--circle-deadline", "60")
+    assert going.process.returncode == 0, going.output
+    assert going.description["asked"]["circle"] == "torch"
+    assert_numbers("".join(going.log(rank) for rank in range(3)), 3)
+
+
+def test_torchrun_starts_a_circle_as_it_is(tmp_path):
+    require("torch", find_spec("torch") is not None, "no torch")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert_numbers(called(tmp_path, *torchrun, "train.py"), 2)
+
+
+def test_mpiexec_starts_a_circle_as_it_is(tmp_path):
+    launcher = find_mpiexec()
+    require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
+    assert_numbers(called(tmp_path, str(launcher), "-n", "4", sys.executable, "train.py"), 4)
+
+
+def test_rules_of_the_center_are_refused_there(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("BSP", "EASGD"))
+    env = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode != 0
+    assert "mpirun has started 4 workers, but maniple has no center for them" in done.stderr
