@@ -69,7 +69,7 @@ class Synced(Replica):
             self._elastic.roster.on_newcomers = self._write_parcel
             if self._elastic.enter():
                 self._take_parcel()
-        elif self._center is None:
+        else:
             self._model.begin()
             for i in range(len(self._layout.entries)):
                 value = self._model.array(i)
@@ -175,7 +175,8 @@ class Synced(Replica):
         if exchange and not self._is_center:
             if self._elastic is None:
                 self._shadow()
-            self._keep(is_due=True)
+            if self._elastic is None or self._elastic.roster.is_current:  # else the others know more, and keep it
+                self._keep(is_due=True)
         self._is_finished = True
         self._circle.close()
         super().finish(exchange=False)
