@@ -137,6 +137,52 @@ def test_lstm_learns_on_two_workers(tmp_path):
     assert max(accuracies) > bound  # the one who ends last sees the work of both
 
 
+def cifar_data() -> tuple[tuple[str, ...], float]:
+    """Real photographs where MANIPLE_DATA names their folder, and a safe bound on the accuracy in percent."""
+    folder = os.environ.get("MANIPLE_DATA")
+    if folder:
+        return ("--data", str(Path(folder) / "cifar10_5k.npz"), "--pictures", "3000"), 22
+    return ("--pictures", "1000"), 70
+
+
+def test_pictures_are_named_alone():
+    pytest.importorskip("torch")
+    options, bound = cifar_data()
+    assert percents(alone("cifar.py", *options), "test accuracy of the center")[0] > bound
+
+
+def test_pictures_are_named_by_two_workers(tmp_path):
+    pytest.importorskip("torch")
+    options, bound = cifar_data()
+    run = together(tmp_path, "cifar.py", *options)
+    accuracies = percents(run.output, "test accuracy of the center")
+    assert len(accuracies) == 2
+    assert max(accuracies) > bound
+
+
+SMALL_TEXT = ("--characters", "60000", "--width", "32", "--epochs", "2")
+
+
+def bits(printed: str) -> list[tuple[float, float]]:
+    """What each worker has reached, and what knowing the frequencies alone would reach."""
+    found = re.findall(r"([\d.]+) bits per character .* alone: ([\d.]+)", printed)
+    return [(float(reached), float(by_frequencies)) for reached, by_frequencies in found]
+
+
+def test_the_transformer_learns_alone_from_a_text_of_ones_own(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "text.txt").write_text("Wie heißt das? " * 4000)
+    ((reached, by_frequencies),) = bits(alone("char_transformer.py", *SMALL_TEXT, "--text", str(tmp_path / "text.txt")))
+    assert reached < 0.5 < 3 < by_frequencies
+
+
+def test_the_transformer_learns_on_two_workers(tmp_path):
+    pytest.importorskip("torch")
+    reached = bits(together(tmp_path, "char_transformer.py", *SMALL_TEXT).output)
+    assert len(reached) == 2
+    assert min(value for value, _ in reached) < reached[0][1] - 0.2  # the one who ends last sees the work of both
+
+
 def test_the_rnn_learns_alone():
     pytest.importorskip("sklearn")
     assert percents(alone("rnn.py", "--seconds", "6"), "test accuracy of the center")[0] > 70
