@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, EASGD, Downpour, Rule
+from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -34,12 +34,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ASGD",
+    "BSP",
     "EASGD",
     "Client",
     "Controller",
     "Downpour",
     "Every",
     "Feed",
+    "LocalSGD",
+    "MSync",
     "ManipleError",
     "Prefetch",
     "RateLimit",

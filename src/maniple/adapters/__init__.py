@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from maniple.adapters.arrays import Arrays
-from maniple.contracts import Model
+from maniple.contracts import Array, Model
 from maniple.errors import InvalidArgument
 
 
@@ -15,6 +15,41 @@ class Adapter(Model, Protocol):
     def on_step(self, act: Callable[[], None]) -> Callable[[], None]:
         """Call `act` after each step of the optimizer; gives back what undoes it."""
         ...
+
+    def before_step(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each step of the optimizer; gives back what undoes it."""
+        ...
+
+    @property
+    def parameter_count(self) -> int:
+        """How many of the entries, the first ones, are parameters."""
+        ...
+
+    def gradients(self, *, buffers: bool) -> "Flat":
+        """The gradients as flat vectors, with the floating-point buffers if they are to be averaged too."""
+        ...
+
+    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """The optimizer's state as named arrays and plain values."""
+        ...
+
+    def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        """Give the optimizer such a state."""
+        ...
+
+    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+        """The parameters are averaged: "keep" the optimizer's moments, "average" them too, or "reset" them."""
+        ...
+
+
+class Flat(Protocol):
+    """Gradients that are averaged in flat vectors."""
+
+    @property
+    def sizes(self) -> dict[str, int]: ...
+    def place(self, flat: dict[str, Any]) -> None: ...
+    def collect(self, given: Mapping[str, Array] | None = None) -> None: ...
+    def deliver(self, given: Mapping[str, Array] | None = None) -> None: ...
 
 
 def adapt(model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True) -> Adapter:

@@ -1,13 +1,13 @@
 """A dict of NumPy arrays as a model. The arrays are changed in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
-from maniple.layout import flat_dtype
+from maniple.layout import Layout, flat_dtype
 
 
 class Arrays:
@@ -41,6 +41,28 @@ class Arrays:
         del act
         return lambda: None
 
+    before_step = on_step
+
+    @property
+    def parameter_count(self) -> int:
+        """All are parameters."""
+        return len(self.entries)
+
+    def gradients(self, *, buffers: bool) -> "Given":
+        """Flat vectors for the gradients that the loop passes to replica.reduce(gradients)."""
+        del buffers
+        return Given(self.entries)
+
+    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """There is no optimizer."""
+        return {}, {}
+
+    def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        """There is no optimizer."""
+
+    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+        """There is no optimizer."""
+
     def begin(self) -> None:
         """Forget what a pass that was cut short has left."""
         self._staged.clear()
@@ -73,6 +95,40 @@ class Arrays:
             f"{entry.name!r} has become {_described(value)}, but was shared as {entry}. "
             "Keep shape and dtype, and keep it writable, or share a new model."
         )
+
+
+class Given:
+    """The gradients of a dict of arrays, as the loop passes them."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._layout = Layout(entries)
+        self._views: list[Array] = []
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The lengths of the flat vectors."""
+        return self._layout.sizes
+
+    def place(self, flat: dict[str, Any]) -> None:
+        """Use these vectors."""
+        self._views = self._layout.views(flat)
+
+    def collect(self, given: Mapping[str, Array] | None = None) -> None:
+        """Bring the gradients into the vectors."""
+        for entry, view in zip(self._layout.entries, self._views, strict=True):
+            value = None if given is None else given.get(entry.name)
+            if value is None or np.shape(value) != entry.shape:
+                raise InvalidArgument(
+                    f"reduce() got {_described(value)} as the gradient of {entry}. Of a model of NumPy arrays, pass a "
+                    "dict with a gradient of its shape for each."
+                )
+            view[:] = np.asarray(value).reshape(-1)
+
+    def deliver(self, given: Mapping[str, Array] | None = None) -> None:
+        """Write the average over them."""
+        assert given is not None
+        for entry, view in zip(self._layout.entries, self._views, strict=True):
+            given[entry.name][...] = view.reshape(entry.shape)
 
 
 def _described(value: Any) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from maniple.adapters.gradients import Gradients
+from maniple.adapters.moments import moments, packed, unpack
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, flat_dtype
@@ -26,6 +28,8 @@ class Module:
     def __init__(
         self, module: nn.Module, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True
     ) -> None:
+        _refuse_wrapped(module)
+        self._module, self._has_buffers = module, buffers
         self._optimizer = _checked(optimizer)
         if state and optimizer is None:
             raise InvalidArgument(f"state={tuple(state)!r} was asked for without an optimizer. Pass the optimizer too.")
@@ -42,6 +46,7 @@ class Module:
                     "Pass one batch through the model, and share it then."
                 )
             self._append(name, parameter, lookup)
+        self.parameter_count = len(self.entries)
         for name, buffer in module.named_buffers() if buffers else ():
             if buffer.is_floating_point():
                 self._append(name, buffer, _lookup(module, name))
@@ -70,6 +75,37 @@ class Module:
             act()
 
         return self._optimizer.register_step_post_hook(after_step).remove
+
+    def before_step(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each `optimizer.step()`; gives back what undoes it."""
+        if self._optimizer is None:
+            return lambda: None
+        return self._optimizer.register_step_pre_hook(lambda *_: act()).remove
+
+    def gradients(self, *, buffers: bool) -> Gradients:
+        """The gradients as flat vectors."""
+        return Gradients(self._module, buffers=buffers and self._has_buffers)
+
+    def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """The optimizer's state as named arrays and plain values."""
+        return ({}, {}) if self._optimizer is None else packed(self._optimizer)
+
+    def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
+        """Give the optimizer such a state."""
+        if self._optimizer is not None:
+            unpack(self._optimizer, arrays, plain)
+
+    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+        """Average the optimizer's moments, or set them to zero; each worker may also keep its own."""
+        if self._optimizer is None or momentum == "keep":
+            return
+        for tensor in moments(self._optimizer):
+            if momentum == "reset":
+                tensor.zero_()
+            else:
+                flat = tensor.to("cpu", torch.float32, copy=True).contiguous().view(-1)
+                average(flat.numpy())
+                tensor.copy_(flat.view(tensor.shape))
 
     def begin(self) -> None:
         """Bring what lies on a GPU into pinned host memory, all copies in flight at once."""
@@ -178,6 +214,15 @@ def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
 
 def _part(owner: Any, name: str) -> Any:
     return getattr(owner, name, None)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
+        if any(kind.__name__ == wrapper for kind in type(module).__mro__):
+            raise InvalidArgument(
+                f"the model is wrapped in {wrapper}, which averages or shards it already, so it would be averaged twice. "
+                "Share the module itself (model.module), and leave the wrapper out."
+            )
 
 
 def _checked(optimizer: Any) -> Optimizer | None:

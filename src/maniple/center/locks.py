@@ -41,6 +41,11 @@ class ByteLocks:
             raise
         return True
 
+    def is_taken(self, byte: int) -> bool:
+        """Somebody else holds one byte."""
+        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
+        return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
+
     def give(self, byte: int) -> None:
         """Unlock one byte."""
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))

@@ -4,14 +4,22 @@ import difflib
 
 from maniple.errors import InvalidArgument
 from maniple.rules.asgd import ASGD
+from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
 from maniple.rules.kernels import warm_up
-from maniple.rules.rule import Rule
+from maniple.rules.rule import Rule, settings_of
 
-__all__ = ["ASGD", "EASGD", "RULES", "Downpour", "Rule", "parse_rule", "warm_up"]
+__all__ = ["ASGD", "BSP", "EASGD", "RULES", "Downpour", "LocalSGD", "MSync", "Rule", "parse_rule", "warm_up"]
 
-RULES: dict[str, type[Rule]] = {"easgd": EASGD, "asgd": ASGD, "downpour": Downpour}
+RULES: dict[str, type[Rule]] = {
+    "easgd": EASGD,
+    "asgd": ASGD,
+    "downpour": Downpour,
+    "bsp": BSP,
+    "localsgd": LocalSGD,
+    "msync": MSync,
+}
 
 
 def parse_rule(text: str) -> Rule:
@@ -31,7 +39,7 @@ def parse_rule(text: str) -> Rule:
     try:
         return kind(**values)
     except TypeError:
-        known = [key.lstrip("_") for key in vars(kind())]
+        known = settings_of(kind)
         raise InvalidArgument(
             f"--rule {text} sets {', '.join(values)}, but {name} has {', '.join(known)}. "
             f"Write for instance {name}:{known[0]}={getattr(kind(), known[0])}."

@@ -1,9 +1,10 @@
 """Downpour: push what this worker changed, take the center."""
 
+import numpy as np
+
 from maniple.contracts import Act, Array, Moment
-from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
-from maniple.rules.rule import Rule
+from maniple.rules.rule import Rule, checked_flag
 
 
 class Downpour(Rule):
@@ -15,15 +16,34 @@ class Downpour(Rule):
     workers' changes: nothing is lost and nothing averaged away, so it learns fastest at short periods and
     diverges at long ones, where the sum of many stale steps overshoots. Dean et al.: Large scale
     distributed deep networks, 2012; Zhang et al. (arXiv:1511.05950) for the division by staleness.
+
+    With `sync=True` all workers meet at once: `c += sum_i (x_i - c); x_i = c`.
     """
 
     every = 1
     memory = True
+    op = "sum"
 
-    def __init__(self, *, compensate: bool = False) -> None:
-        if not isinstance(compensate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"Downpour has compensate={compensate!r}, which is neither true nor false.")
-        self.compensate = compensate
+    def __init__(self, *, compensate: bool = False, sync: bool = False) -> None:
+        self.compensate = checked_flag("Downpour", "compensate", compensate)
+        self.sync = checked_flag("Downpour", "sync", sync)
+
+    @property
+    def meets(self) -> str:
+        """In the circle, if it is synchronous."""
+        return "values" if self.sync else "center"
+
+    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+        """What this worker has changed."""
+        assert memory is not None
+        np.subtract(x, memory, out=out)
+
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+        """Take the center with all changes."""
+        del moment
+        assert memory is not None
+        memory += total
+        x[:] = memory
 
     def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
         assert memory is not None

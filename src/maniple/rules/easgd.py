@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
-from maniple.rules.rule import Rule, checked_share
+from maniple.rules.rule import Rule, checked_flag, checked_share
 
 Alpha = float | str | Callable[[int], float]
 
@@ -23,11 +25,27 @@ class EASGD(Rule):
         alpha: a number from 0 to 1; "auto", which is 0.9 / p with p workers alive and at most 0.5; or a schedule,
             a function from the worker's step count to such a number. It may be set while running.
         center_alpha: the center's own share, where it is to differ from the worker's `alpha`.
+        sync: all workers meet at once, each with a center of its own that is the same for all:
+
+            x_i -= alpha_w (x_i - c);    c += alpha_c sum_i (x_i - c)
     """
 
-    def __init__(self, alpha: Alpha = "auto", *, center_alpha: float | None = None) -> None:
+    op = "sum"
+
+    def __init__(self, alpha: Alpha = "auto", *, center_alpha: float | None = None, sync: bool = False) -> None:
         self.alpha = alpha
         self.center_alpha = center_alpha
+        self.sync = checked_flag("EASGD", "sync", sync)
+
+    @property
+    def memory(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of the synchronous one only
+        """The synchronous one keeps the center."""
+        return self.sync
+
+    @property
+    def meets(self) -> str:
+        """In the circle, if it is synchronous."""
+        return "values" if self.sync else "center"
 
     @property
     def alpha(self) -> Alpha:
@@ -74,3 +92,22 @@ class EASGD(Rule):
     def act(self, moment: Moment) -> Act:
         center, worker = self.alphas(moment)
         return Act("elastic", center, worker)
+
+    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+        """The distance from the center."""
+        assert memory is not None
+        np.subtract(x, memory, out=out)
+
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+        """Move both, from the old values."""
+        assert memory is not None
+        center, worker = self.alphas(moment)
+        x -= x.dtype.type(worker) * (x - memory)
+        memory += x.dtype.type(center) * total
+
+    def shared(self, x: Array, memory: Array | None) -> Array:
+        """The center."""
+        return x if memory is None else memory
+
+    def remember(self, c: Array, memory: Array) -> None:
+        memory[:] = c

@@ -1,5 +1,6 @@
 """A rule: what an exchange between a replica and the center does. Maths only."""
 
+import inspect
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -20,8 +21,18 @@ class Rule:
     `memory = True`, it also gets the same block of a private vector, of zeros at first, that it may change.
     """
 
-    every: ClassVar[int] = 10  # the default pace, in steps
-    memory: ClassVar[bool] = False  # keeps one private vector of the model's size per worker
+    every: int = 10  # the default pace, in steps
+    memory: bool = False  # keeps one private vector of the model's size per worker
+    op: ClassVar[str] = "mean"  # what the circle makes of the workers' offers
+    quorum: int = 0  # how many workers are waited for in a round; 0: all
+    norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
+    momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
+    check_every: int = 0  # exchanges between two looks whether the replicas are the same
+
+    @property
+    def meets(self) -> str:
+        """Where: "center"; or in the circle, with "gradients" before each step or with "values" after some."""
+        return "center"
 
     def mix(self, x: Array, c: Array, memory: Array | None) -> tuple[Array, Array]:
         """The new replica and the new center."""
@@ -37,6 +48,19 @@ class Rule:
         del moment
         return None
 
+    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+        """Write to `out` what this worker gives to the circle."""
+        raise NotImplementedError(f"{type(self).__name__} does not meet in the circle")
+
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+        """Change the replica `x` by what the circle has made of all offers."""
+        raise NotImplementedError(f"{type(self).__name__} does not meet in the circle")
+
+    def shared(self, x: Array, memory: Array | None) -> Array:
+        """What the center shows, of a rule that meets in the circle."""
+        del memory
+        return x
+
     def remember(self, c: Array, memory: Array) -> None:
         """Called with the center's value when the replica is set to it, for rules with `memory`."""
 
@@ -50,8 +74,13 @@ class Rule:
         return hash(type(self))
 
     def __repr__(self) -> str:
-        settings = [f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items()]
+        settings = [f"{name}={getattr(self, name)!r}" for name in settings_of(type(self)) if hasattr(self, name)]
         return f"{type(self).__name__}({', '.join(settings)})"
+
+
+def settings_of(rule: type[Rule]) -> list[str]:
+    """The names of a rule's settings."""
+    return list(inspect.signature(rule).parameters)
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:
@@ -62,3 +91,10 @@ def checked_share(rule: str, name: str, value: Any) -> float:
             f"Beyond 1 an exchange overshoots and the center diverges; a usual value is 0.5."
         )
     return float(value)
+
+
+def checked_flag(rule: str, name: str, value: Any) -> bool:
+    """`value` if it is true or false."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{rule} has {name}={value!r}, which is neither true nor false.")
+    return value

@@ -61,6 +61,8 @@ class Far:
         self._control.on_away = self._link.abort  # an exchange under way need not find out by itself
         self._control.start()
 
+    segment = None
+
     @property
     def is_over(self) -> bool:
         """The host has ended the run."""

@@ -54,7 +54,7 @@ class Replica:
         self._rule, self._model, self._center, self._events = rule, model, center, events
         self._layout = Layout(model.entries)
         self._memory: list[Array] | None = None
-        if center is not None and rule.memory:
+        if rule.memory and (center is not None or rule.meets != "center"):
             self._memory = self._layout.views(self._layout.allocate())
         self._worker = worker
         self._since_exchange = 0
@@ -69,25 +69,29 @@ class Replica:
         """What an exchange does; its settings may be changed while running."""
         return self._rule
 
+    def begin(self) -> None:
+        """Take the center's values; the creator too: rules with a memory begin from them."""
+        self.pull()
+
     def step(self) -> None:
         """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
-        self._refuse_inside_center("a training step was made")
-        self.steps += 1
-        self._since_exchange += 1
-        if self.samples is not None:
-            self.total_samples += self.samples
-        else:
-            self.total_samples = self._worker.samples_taken()
-        self._worker.stepped(self)
+        self._count_step()
         if self._center is None:
             return
-        now = time.perf_counter()
-        if self.pace.due(self._since_exchange, now - self._start):
+        if self.pace.due(self._since_exchange, time.perf_counter() - self._start):
             self.exchange()
-            now = time.perf_counter()
-        self._stepped = now
-        if now - self._told >= _PROGRESS_S:
-            self._tell(now)
+        self._end_step()
+
+    def reduce(self, gradients: Any = None) -> None:
+        """Average the gradients now, with a rule that does; alone there is nothing to average."""
+        del gradients
+        if self._center is not None:
+            raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backward passes in this block only add to the gradients."""
+        yield
 
     def exchange(self) -> None:
         """Apply the rule now, to the replica and the center."""
@@ -188,6 +192,21 @@ class Replica:
         dtypes = [dtype for dtype, _, _ in self._layout.places]
         write_tensors(folder / name, self._layout.entries, dtypes, self._model.array)
         return folder / name
+
+    def _count_step(self) -> None:
+        self._refuse_inside_center("a training step was made")
+        self.steps += 1
+        self._since_exchange += 1
+        if self.samples is not None:
+            self.total_samples += self.samples
+        else:
+            self.total_samples = self._worker.samples_taken()
+        self._worker.stepped(self)
+
+    def _end_step(self) -> None:
+        self._stepped = now = time.perf_counter()
+        if now - self._told >= _PROGRESS_S:
+            self._tell(now)
 
     @contextmanager
     def _insisting(self) -> Generator[None]:

@@ -28,6 +28,11 @@ class Seat(Protocol):
     @property
     def events(self) -> Events: ...
     @property
+    def segment(self) -> Segment | None:
+        """The run's shared memory, where it is on this machine."""
+        ...
+
+    @property
     def is_over(self) -> bool:
         """The host has ended the run."""
         ...
@@ -74,7 +79,7 @@ class Near:
 
         assert place.segment is not None
         self.place = place
-        self._segment = Segment(place.segment)
+        self._segment = self.segment = Segment(place.segment)
         if self._segment.state(place.rank) == LEFT:  # this process has joined, left, and joins again
             self._segment.renew(place.rank)
         self._holder = Holder(place.rank, self._segment.incarnation(place.rank))

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from maniple.adapters import adapt
+from maniple.adapters import Adapter, adapt
+from maniple.contracts import Center
 from maniple.errors import InvalidArgument, ManipleError
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import Layout
@@ -21,6 +22,7 @@ from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import settle
+from maniple.worker.circles import Circles
 from maniple.worker.ending import watch_the_end
 from maniple.worker.logged import plain
 from maniple.worker.replica import Replica
@@ -73,6 +75,7 @@ class Worker:
         self._has_failed = False
         self._exit_code: int | None = None
         self._stop: StopAfter | None = None
+        self._circles = Circles(place, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if self._seat is not None:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
@@ -149,10 +152,18 @@ class Worker:
                 parameters=len(layout.entries),
                 bytes=layout.size_bytes,
             )
-        replica = Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
-        replica.pull()  # the creator too: rules with a memory begin from the center's value
+        replica = self._replica(adapter, center, rule, pace, wire)
+        replica.begin()
         self._replicas.append(replica)
         return replica
+
+    def _replica(self, adapter: Adapter, center: Center | None, rule: Rule, pace: Pace, wire: str) -> Replica:
+        if rule.meets == "center" or self._seat is None:
+            return Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
+        from maniple.worker.synced import Synced
+
+        circle = self._circles.open(self._seat.segment, f"circle-{len(self._replicas)}", is_boundary=False)
+        return Synced(adapter, center, circle, rule=rule, pace=pace, wire=wire, events=self._events, worker=self)
 
     def sampler(
         self, data: Sized | int, *, static: bool = False, shuffle: bool = True, chunk: int | None = None
@@ -226,6 +237,7 @@ class Worker:
                 self._samples.finish(is_early=self._exit_code is not None or self._is_told_to_stop())
         finally:
             self._feeds.close()
+            self._circles.close()
             if self._seat is not None:
                 self._seat.leave(failed=self._has_failed)
 

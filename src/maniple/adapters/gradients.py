@@ -1,0 +1,106 @@
+"""The gradients of a torch module as one flat vector per dtype.
+
+    float32   [g_0 g_1 ... g_k | buffers | used_0 ... used_k]
+
+The vectors are given by whoever averages them; on the CPU, a parameter's `.grad` becomes a view of its place there, so the
+average is where the optimizer looks for it. `used_i` is 1 where this worker has a gradient: a parameter that no worker has
+used keeps none, as in training alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maniple.contracts import Entry
+from maniple.errors import InvalidArgument
+from maniple.layout import Layout
+
+_USED = "used"
+
+
+class Gradients:
+    """The gradients of the parameters that are trained, and buffers that are averaged with them."""
+
+    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise InvalidArgument("no parameter of the model requires a gradient (0, at least 1 is needed).")
+        self._module = module
+        self._parameters = [p for _, p in named]
+        self._buffers = [b for b in module.buffers() if b.is_floating_point()] if buffers else []
+        entries = [Entry(name, tuple(p.shape), _dtype(p)) for name, p in named]
+        entries += [Entry(f"buffer.{i}", tuple(b.shape), _dtype(b)) for i, b in enumerate(self._buffers)]
+        entries.append(Entry(_USED, (len(named),), entries[0].dtype))
+        self._layout = Layout(entries)
+        self._views: list[Tensor] = []
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The lengths of the flat vectors."""
+        return self._layout.sizes
+
+    def place(self, flat: dict[str, Any]) -> None:
+        """Use these vectors."""
+        tensors = {dtype: v if isinstance(v, Tensor) else torch.from_numpy(v) for dtype, v in flat.items()}
+        self._views = [
+            tensors[dtype][start:stop].view(entry.shape)
+            for entry, (dtype, start, stop) in zip(self._layout.entries, self._layout.places, strict=True)
+        ]
+
+    @torch.no_grad()
+    def collect(self, given: Any = None) -> None:
+        """Bring this worker's gradients into the vectors."""
+        refuse_given(given)
+        count = len(self._parameters)
+        used, targets, sources = torch.ones(count), list[Tensor](), list[Tensor]()
+        for i, parameter in enumerate(self._parameters):
+            grad, view = parameter.grad, self._views[i]
+            if grad is None:
+                used[i] = 0
+                view.zero_()
+            elif grad.is_sparse:
+                raise InvalidArgument(
+                    f"{self._layout.entries[i].name!r} has a sparse gradient, which has no place in a flat vector. "
+                    "Build its layer with sparse=False."
+                )
+            elif grad.data_ptr() != view.data_ptr():
+                targets.append(view)
+                sources.append(grad)
+        buffers = self._views[count:-1]
+        _copy([*targets, *buffers], [*sources, *self._buffers])
+        self._views[-1].copy_(used)
+
+    @torch.no_grad()
+    def deliver(self, given: Any = None) -> None:
+        """Give the average to the parameters, for their optimizer."""
+        del given
+        count = len(self._parameters)
+        is_used: Sequence[bool] = (self._views[-1] > 0).tolist()
+        for i, parameter in enumerate(self._parameters):
+            view = self._views[i]
+            if not is_used[i]:
+                parameter.grad = None
+            elif view.dtype == parameter.dtype and view.device == parameter.device:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.device, parameter.dtype)
+            else:
+                parameter.grad.copy_(view)
+        _copy(self._buffers, self._views[count:-1])
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def refuse_given(given: Any) -> None:
+    """A torch module has its own gradients."""
+    if given is not None:
+        raise InvalidArgument("reduce() takes no gradients for a torch module: it has them. Leave them out.")

@@ -1,0 +1,143 @@
+"""Resident vectors: they live in their worker's slot, and each worker folds its part of everybody's, in place.
+
+offset 0     progress, bytes of the vectors, bytes of a block
+4096         the block under way
+...          one vector per dtype
+
+A worker that dies in the middle of its part has left what was done and what was not, to the block; one of the others
+finishes the part, so the round is whole and has what the dead one gave to it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maniple.circle.fold import JOURNAL_BYTES, block_bytes, bounds, check_op, fold_in_place, shares, warm_up
+from maniple.circle.table import Call
+from maniple.contracts import Array, Round
+from maniple.errors import LayoutMismatch
+
+if TYPE_CHECKING:
+    from maniple.circle.shared import Shared
+
+_PAGE = 4096
+_WORDS = "round resident"
+
+
+class Slices:
+    """This worker's vectors, and the others' as this worker sees them."""
+
+    def __init__(self, circle: "Shared", sizes: dict[str, int]) -> None:
+        self._circle, self._sizes = circle, sizes
+        self._bytes = sum(_aligned(np.dtype(dtype).itemsize * size) for dtype, size in sizes.items())
+        self._serial, memory = circle.slots.make(_PAGE + JOURNAL_BYTES + self._bytes)
+        self._own = _View(memory, sizes)
+        self._own.head[1:3] = self._bytes, block_bytes()
+        self._others: dict[tuple[int, int], _View] = {}
+        self._under_way: tuple[tuple[int, ...], list[_View], str, list[float]] | None = None
+        circle.roster.on_missing = self._finish_for
+        warm_up(list(sizes))
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The vectors, one per dtype."""
+        return self._own.flat
+
+    def all_reduce(self, op: str, *, weight: float = 1.0, quorum: int = 0) -> Round:
+        """Replace the vectors by what all workers' vectors make together."""
+        check_op(op)
+        circle, roster = self._circle, self._circle.roster
+        waited = roster.waited_s
+        self._own.head[0] = 0
+        call = Call.of(f"{_WORDS} {op}", self._bytes, weight)._replace(slot=self._serial)
+        ranks = circle.meet("a round", call, quorum=quorum)
+        calls = [roster.table.said(rank, roster.meeting) for rank in ranks]
+        weights = [one.weight for one in calls]
+        views = [self._view(rank, one.slot) for rank, one in zip(ranks, calls, strict=True)]
+        is_changing = len(ranks) > 1 and (op != "mean" or sum(weights) > 0)
+        if is_changing:
+            self._under_way = ranks, views, op, weights
+            _fold_part(views, ranks.index(circle.rank), op, weights)
+        # Even alone there is a second meeting: all who come to a round come to two.
+        ranks = circle.meet("the end of a round", call)
+        self._under_way = None
+        roster.let_in(ranks)
+        return Round(tuple(ranks), float(sum(weights)), roster.waited_s - waited)
+
+    def _finish_for(self, rank: int) -> bool:
+        """A worker has died in the middle of a round: fold its part for it."""
+        if self._under_way is None:
+            return False
+        ranks, views, op, weights = self._under_way
+        _fold_part(views, ranks.index(rank), op, weights)
+        return True
+
+    def _view(self, rank: int, serial: int) -> "_View":
+        circle = self._circle
+        if rank == circle.rank:
+            return self._own
+        incarnation = circle.roster.table.holder(rank)
+        view = self._others.get((rank, incarnation))
+        if view is None:
+            for old in [key for key in self._others if key[0] == rank]:
+                del self._others[old]
+            memory = circle.slots.of(rank, incarnation, serial)
+            head = memory[:24].view(np.int64)
+            if int(head[1]) != self._bytes:
+                raise LayoutMismatch(
+                    f"worker {rank} brings {int(head[1])} bytes to a round, this worker {self._bytes}. "
+                    "Every worker must build the same model."
+                )
+            view = self._others[rank, incarnation] = _View(memory, self._sizes)
+        return view
+
+
+class Private:
+    """Vectors that travel in half precision: they are this worker's own, and copied through its slot."""
+
+    def __init__(self, circle: "Shared", sizes: dict[str, int], wire: str) -> None:
+        self._circle, self._wire = circle, wire
+        self._flat = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The vectors, one per dtype."""
+        return self._flat
+
+    def all_reduce(self, op: str, *, weight: float = 1.0, quorum: int = 0) -> Round:
+        """Replace the vectors by what all workers' vectors make together."""
+        del quorum
+        result = Round((self._circle.rank,), weight)
+        for vector in self._flat.values():
+            result = self._circle.all_reduce(vector, vector, op, weight=weight, wire=self._wire)
+        return result
+
+
+class _View:
+    """The parts of one worker's slot."""
+
+    def __init__(self, memory: Array, sizes: dict[str, int]) -> None:
+        self.head = memory[:24].view(np.int64)
+        self.journal = memory[_PAGE : _PAGE + JOURNAL_BYTES]
+        self.flat: dict[str, Array] = {}
+        start = _PAGE + JOURNAL_BYTES
+        for dtype, size in sizes.items():
+            stop = start + np.dtype(dtype).itemsize * size
+            self.flat[dtype] = memory[start:stop].view(dtype)
+            start += _aligned(stop - start)
+
+
+def _fold_part(views: list[_View], index: int, op: str, weights: list[float]) -> None:
+    """Fold the part of worker `index` of all, from where it has stopped."""
+    owner = views[index]
+    base = 0
+    for dtype in owner.flat:
+        vectors = [view.flat[dtype] for view in views]
+        part = bounds(vectors[0].size, len(views))[index]
+        block = owner.journal[: int(owner.head[2])].view(dtype)
+        fold_in_place(vectors, shares(weights, op, dtype), part, block, owner.head[:1], base=base, op=op)
+        base += -(-(part[1] - part[0]) // block.size)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _PAGE

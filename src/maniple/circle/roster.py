@@ -1,0 +1,298 @@
+"""The roster: who belongs to a circle in shared memory, and their meetings.
+
+Meetings are numbered. A worker comes to meeting k by writing k into its row; it goes on when all who belong to meeting k
+have come. Who belongs to it is the same for everybody:
+
+- who leaves writes, before that, at which meeting it will be no more;
+- who has died (the kernel gave its lock back) without coming is dismissed by one who waits for it, under the table's
+  lock: a dead process does not come later;
+- who waits for us in another circle is dismissed in the same way: it does not come before we come there. So workers
+  that have different numbers of batches do not wait for each other for ever;
+- who knocks is let in at the end of a call, if all who came to its last meeting had seen the knock.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from maniple.circle.table import LOCK, NEVER, Call, Table
+from maniple.errors import CallMismatch, WaitedTooLong
+
+_LOOK_S = 0.05  # how often one who waits looks after those it waits for
+_LOCK_S = 60.0
+
+
+class PassedOver(Exception):
+    """The others have gone on without this worker."""
+
+
+class Roster:
+    """One worker's part in a circle.
+
+    Attributes:
+        others: the rosters of this worker in other circles.
+        on_wait: called again and again while waiting; may raise to give up.
+        on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
+        on_newcomers: makes the newcomers' parcel, if they need one to begin.
+        waited_s: the time spent waiting for others.
+    """
+
+    def __init__(self, path: Path, rank: int, incarnation: int, *, deadline_s: float) -> None:
+        self.rank, self.incarnation, self.deadline_s = rank, incarnation, deadline_s
+        self.table = Table(path)
+        self.meeting = 0  # the newest that this worker has come to
+        self.is_in = False
+        self.others: list[Roster] = []
+        self.on_wait: Callable[[], None] = lambda: None
+        self.on_missing: Callable[[int], bool] = lambda _: False
+        self.on_newcomers: Callable[[int], None] = lambda _: None
+        self.waited_s = 0.0
+        self.greeted = 0  # the meeting that this worker has made a parcel for
+        self._name = path.name
+
+    def members(self, meeting: int | None = None) -> tuple[int, ...]:
+        """Who belongs to a meeting; by default to the next one."""
+        return tuple(self.table.members(self.meeting + 1 if meeting is None else meeting))
+
+    def enter(self, expected: range, is_absent: Callable[[int], bool]) -> bool:
+        """Take part from now on: as one of the first, with all `expected`, or by knocking. True: by knocking.
+
+        Of those expected, one that `is_absent` is not waited for.
+        """
+        table = self.table
+        self._take_row()
+        self._wait(lambda: self._is_settled(expected, is_absent), "to begin", expected)
+        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            if not table.is_founded:
+                for rank in expected:
+                    if table.holder(rank) >= 0 and (rank == self.rank or table.is_alive(rank)):
+                        table.admit(rank, 1)
+                table.found()
+            if not (is_late := table.first(self.rank) == 0):
+                self.is_in = True
+            else:
+                table.knock(self.rank)
+        table.bell.ring()
+        if is_late:
+            self._wait(self._is_let_in, "to be let in", range(table.height))
+            self.meeting = table.first(self.rank) - 1
+            self.is_in = True
+        return is_late
+
+    def meet(self, phase: str, call: Call, *, quorum: int = 0) -> tuple[int, ...]:
+        """Come to the next meeting; gives those who belong to it when all have come.
+
+        With a `quorum`, it is enough that so many have come: the others are dismissed. Raises PassedOver if this worker
+        is one of those.
+        """
+        table, meeting = self.table, self.meeting + 1
+        if table.last(self.rank) <= meeting:
+            raise PassedOver
+        table.say(self.rank, meeting, call._replace(knocks=table.knocks))
+        table.come(self.rank, meeting)
+        self.meeting = meeting
+        table.bell.ring()
+        if quorum:
+            self._wait(lambda: self._is_closed(meeting, quorum), phase, None)
+        else:
+            self._wait(lambda: self._have_all_come(meeting), phase, None)
+        members = self.members(meeting)
+        if self.rank not in members:
+            raise PassedOver
+        self._compare(members, meeting, phase)
+        return members
+
+    def let_in(self, members: tuple[int, ...]) -> None:
+        """At the end of a call whose last meeting these came to: from the next one on, those who knocked belong to it."""
+        table = self.table
+        seen = min(table.said(rank, self.meeting).knocks for rank in members)
+        if seen:
+            for rank in range(table.height):
+                if 0 < table.knocked(rank) <= seen and table.first(rank) == 0:
+                    table.admit(rank, self.meeting + 1)
+                    table.bell.ring()
+
+    def leave(self) -> None:
+        """Take no part from the next meeting on."""
+        if self.is_in:
+            self.is_in = False
+            if self.table.last(self.rank) == NEVER:
+                self.table.dismiss(self.rank, self.meeting + 1)
+            self.table.bell.ring()
+
+    def close(self) -> None:
+        """Leave for good."""
+        self.leave()
+        self.table.close()
+
+    def is_waiting_for(self, rank: int) -> bool:
+        """`rank` has come to a meeting of this circle to which this worker still has to come."""
+        return (
+            self.is_in and self.rank in self.table.members(self.meeting + 1) and self.table.count(rank) > self.meeting
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """No other worker that belongs to it is alive."""
+        others = (rank for rank in self.members() if rank != self.rank)
+        return not any(self.table.is_alive(rank) for rank in others)
+
+    def await_(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for something that the other members do."""
+        self._wait(is_done, what, range(self.table.height))
+
+    def _take_row(self) -> None:
+        """Wait until the row is free: until nobody needs what the process before this one has left there."""
+        table = self.table
+        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            table.grow(self.rank)
+        self._wait(self._is_row_free, "for its predecessor to be dismissed", range(table.height))
+        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            if not self.is_claimed:
+                table.locks.insist(self.rank + 1, timeout_s=_LOCK_S, what=f"the row of worker {self.rank}")
+                self.is_claimed = True
+            table.claim(self.rank, self.incarnation)
+
+    is_claimed = False  # the row's lock is held
+
+    def _is_row_free(self) -> bool:
+        table = self.table
+        if table.first(self.rank) == 0:
+            return True
+        if table.last(self.rank) == NEVER and not self.is_claimed:
+            self._bury_all()
+        living = [r for r in range(table.height) if r != self.rank and self._belongs(r) and table.is_alive(r)]
+        return table.last(self.rank) < NEVER and all(table.count(r) >= table.last(self.rank) for r in living)
+
+    def _belongs(self, rank: int) -> bool:
+        return self.table.first(rank) > 0 and self.table.last(rank) == NEVER
+
+    def _bury_all(self) -> None:
+        """If nobody is left who could do it, dismiss the dead."""
+        table = self.table
+        belonging = [r for r in range(table.height) if self._belongs(r)]
+        if belonging and not any(table.is_alive(r) for r in belonging if r != self.rank):
+            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+                end = max(table.count(r) for r in range(table.height)) + 1
+                for rank in belonging:
+                    if not table.is_alive(rank):
+                        table.dismiss(rank, end)
+
+    def _is_settled(self, expected: range, is_absent: Callable[[int], bool]) -> bool:
+        table = self.table
+        return table.is_founded or all(
+            is_absent(rank) if table.holder(rank) < 0 else table.is_alive(rank) or rank == self.rank or is_absent(rank)
+            for rank in expected
+        )
+
+    def _is_let_in(self) -> bool:
+        """We belong to it; or nobody is left to let us in: then we go on alone."""
+        table = self.table
+        if table.first(self.rank):
+            return True
+        self._bury_all()
+        if not any(self._belongs(r) for r in range(table.height)):
+            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+                if not any(self._belongs(r) for r in range(table.height)):
+                    self.is_refounded = True
+                    table.admit(self.rank, max(table.count(r) for r in range(table.height)) + 1)
+        return bool(table.first(self.rank))
+
+    is_refounded = False  # nobody was there to give this worker the others' state
+
+    def _have_all_come(self, meeting: int) -> bool:
+        table = self.table
+        return all(table.count(rank) >= meeting for rank in table.members(meeting))
+
+    def _is_closed(self, meeting: int, quorum: int) -> bool:
+        table = self.table
+        if table.settled >= meeting:
+            return True
+        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            if table.settled < meeting:
+                members = table.members(meeting)
+                late = [rank for rank in members if table.count(rank) < meeting]
+                if len(members) - len(late) >= min(quorum, len(members)):
+                    for rank in late:
+                        table.dismiss(rank, meeting)
+                    table.settle(meeting)
+                    table.bell.ring()
+        return table.settled >= meeting
+
+    def _wait(self, is_done: Callable[[], bool], phase: str, whom: range | None) -> None:
+        """Until `is_done`; looks after those it waits for, and raises WaitedTooLong past the deadline."""
+        bell, count = self.table.bell, self.table.bell.count
+        if is_done():
+            return
+        begin = time.perf_counter()
+        looked = begin
+        while True:
+            bell.wait(count, _LOOK_S)
+            count = bell.count
+            now = time.perf_counter()
+            if is_done():
+                break
+            if now - looked >= _LOOK_S:
+                looked = now
+                self.on_wait()
+                self._look_after(self.meeting)
+                if now - begin > self.deadline_s:
+                    self._give_up(phase, now - begin, whom)
+        self.waited_s += time.perf_counter() - begin
+
+    def _missing(self, meeting: int) -> list[int]:
+        return [rank for rank in self.table.members(meeting) if self.table.count(rank) < meeting]
+
+    def _look_after(self, meeting: int) -> None:
+        """Dismiss those who will not come, and see to it that newcomers have what they need."""
+        if not meeting or not self.is_in:
+            return
+        table = self.table
+        for rank in self._missing(meeting):
+            is_dead = not table.is_alive(rank)
+            if not is_dead and not any(other.is_waiting_for(rank) for other in self.others):
+                if table.first(rank) == meeting:
+                    self.greet(table.members(meeting - 1), meeting)
+                continue
+            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+                if table.count(rank) >= meeting or table.last(rank) <= meeting:
+                    continue
+                if is_dead and self.on_missing(rank):
+                    table.come(rank, meeting)
+                else:
+                    table.dismiss(rank, meeting)
+            table.bell.ring()
+
+    def greet(self, old: list[int], meeting: int) -> None:
+        """Make the parcel of those whose first meeting this is, if nobody before us among the living will."""
+        for rank in old:
+            if rank == self.rank:
+                if any(self.table.first(r) == meeting for r in self.table.members(meeting)):
+                    self.greeted = meeting
+                    self.on_newcomers(meeting)
+                return
+            if self.table.is_alive(rank):
+                return
+
+    def _compare(self, members: tuple[int, ...], meeting: int, phase: str) -> None:
+        mine = self.table.said(self.rank, meeting)
+        for rank in members:
+            other = self.table.said(rank, meeting)
+            if not mine.fits(other):
+                raise CallMismatch(
+                    f"worker {self.rank} has come with {phase} ({mine}), worker {rank} with {other}, perhaps of another "
+                    "dtype, op or root. All workers must make the same calls in the same order: look for one that "
+                    "depends on the rank."
+                )
+
+    def _give_up(self, phase: str, waited_s: float, whom: range | None) -> None:
+        if whom is None:
+            who = self._missing(self.meeting)
+        else:
+            who = [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]
+        names = ", ".join(f"worker {rank}" for rank in who) or "the others"
+        raise WaitedTooLong(
+            f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} (limit "
+            f"{self.deadline_s:g} s). Alive but not coming: look at the log and the stack of each, whether all make the "
+            "same calls; raise --circle-deadline if their steps take longer."
+        )

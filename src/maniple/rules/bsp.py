@@ -1,0 +1,119 @@
+"""BSP and its kin: rules by which all workers meet at once, in the circle."""
+
+from maniple.contracts import Array, Moment
+from maniple.errors import InvalidArgument
+from maniple.rules.rule import Rule
+
+AVERAGES = ("gradients", "parameters")
+MOMENTA = ("keep", "average", "reset")
+NORMS = ("averaged", "local", "synchronised")
+
+
+class BSP(Rule):
+    """Bulk synchronous parallel SGD: the replicas are the same after every exchange.
+
+        average="gradients":   g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
+        average="parameters":  x = sum_i x_i / p                after every `every` steps
+
+    With gradients, p workers do what one worker does on all their batches together: `n_i` is the number of samples of
+    worker i, if it sets `replica.samples`, else all count the same. Valiant: A bridging model for parallel computation,
+    1990; Zinkevich et al.: Parallelized stochastic gradient descent, 2010, for the parameters.
+
+    Args:
+        average: what is averaged.
+        every: steps between two averages of the parameters.
+        momentum: what becomes of the optimizer's state when parameters are averaged: "keep" each worker's own,
+            "average" it too, or "reset" it to zero.
+        norm: the running statistics of normalisation layers (floating-point buffers): "averaged" with each exchange,
+            "local", each worker its own, or "synchronised": torch batch-norm layers compute mean and variance over the
+            batches of all workers.
+        check_every: compare the replicas' digests after so many exchanges, and end with the name of the first
+            parameter that differs; 0: never.
+    """
+
+    every = 1
+
+    def __init__(
+        self,
+        average: str = "gradients",
+        *,
+        every: int = 1,
+        momentum: str = "keep",
+        norm: str = "averaged",
+        check_every: int = 1000,
+    ) -> None:
+        self.average = _one_of("average", average, AVERAGES)
+        self.momentum = _one_of("momentum", momentum, MOMENTA)
+        self.norm = _one_of("norm", norm, NORMS)
+        self.every = _whole("every", every, 1)
+        self.check_every = _whole("check_every", check_every, 0)
+        if average == "gradients" and (self.every != 1 or momentum != "keep"):
+            raise InvalidArgument(
+                f"BSP averages gradients at each step, so every={every!r} and momentum={momentum!r} mean nothing. "
+                'Add average="parameters", or leave them out.'
+            )
+
+    @property
+    def meets(self) -> str:
+        """At each step with gradients, or every few steps with values."""
+        return "gradients" if self.average == "gradients" else "values"
+
+    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+        """What this worker gives to the mean."""
+        del memory
+        out[:] = x
+
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+        """Take the mean."""
+        del memory, moment
+        x[:] = total
+
+
+class LocalSGD(BSP):
+    """Each worker trains by itself for k steps, then all take the mean of their parameters.
+
+        x = sum_i x_i / p    after every k steps
+
+    LocalSGD(1) with plain SGD is BSP. Stich: Local SGD converges fast and communicates little (arXiv:1805.09767).
+
+    Args:
+        k: steps between two means.
+        momentum, norm, check_every: as in BSP.
+    """
+
+    def __init__(self, k: int = 10, *, momentum: str = "keep", norm: str = "averaged", check_every: int = 100) -> None:
+        super().__init__("parameters", every=k, momentum=momentum, norm=norm, check_every=check_every)
+        self.k = self.every
+
+
+class MSync(BSP):
+    """BSP with the first m of p gradients of each round: nobody waits for the slowest.
+
+        g = sum_{i in S} n_i g_i / sum_{i in S} n_i,    S: the first m workers to come
+
+    A worker that comes later takes the others' parameters and begins its next batch with them; what it had computed is
+    left out. With m = p it is BSP. Chen et al.: Revisiting distributed synchronous SGD (arXiv:1604.00981), there with
+    backup workers.
+
+    Args:
+        m: how many are waited for; 0: all.
+        norm, check_every: as in BSP.
+    """
+
+    quorum: int = 0
+
+    def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000) -> None:
+        super().__init__(norm=norm, check_every=check_every)
+        self.m = self.quorum = _whole("m", m, 0)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise InvalidArgument(f"{name}={value!r} is none of {', '.join(known)}. Write {name}={known[0]!r}.")
+    return value
+
+
+def _whole(name: str, value: float, least: int) -> int:
+    if isinstance(value, bool) or value != int(value) or value < least:
+        raise InvalidArgument(f"{name}={value!r} is no whole number of {least} or more. Write {name}={max(1, least)}.")
+    return int(value)
