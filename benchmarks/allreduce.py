@@ -61,6 +61,7 @@ class Engine:
 
 def open_shared(count: int) -> Engine:
     circle = open_circle()
+    circle.barrier()  # from here on all belong to it
     resident = circle.reside({"float32": count})
     x = np.zeros(count, np.float32)
     acts = {
@@ -74,7 +75,8 @@ def open_circle():
     """The shared circle of this process: the one place that knows how it is made."""
     from maniple.circle.shared import Shared
 
-    return Shared(Path(os.environ["SEGMENT"]), rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
+    segment, rank, world = Segment(Path(os.environ["SEGMENT"])), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Shared(segment, "circle", rank=rank, world=world, deadline_s=DEADLINE_S)
 
 
 def open_gloo(count: int) -> Engine:
