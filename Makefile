@@ -41,6 +41,7 @@ bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables,
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/rate.py
 	$(BIN)/python benchmarks/speedup.py
+	$(BIN)/python benchmarks/waiting.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/bsp.py
 
