@@ -29,6 +29,10 @@ class Adapter(Model, Protocol):
         """The gradients as flat vectors, with the floating-point buffers if they are to be averaged too."""
         ...
 
+    def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
+        """Let batch-norm layers count the batches of all workers; `total` sums an array over them, in place."""
+        ...
+
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """The optimizer's state as named arrays and plain values."""
         ...

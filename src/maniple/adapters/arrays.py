@@ -53,6 +53,11 @@ class Arrays:
         del buffers
         return Given(self.entries)
 
+    def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
+        """Arrays have no layers."""
+        del total
+        raise InvalidArgument('norm="synchronised" is for torch modules; a dict of arrays has no layers. Leave it out.')
+
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """There is no optimizer."""
         return {}, {}

@@ -2,9 +2,9 @@
 
     float32   [g_0 g_1 ... g_k | buffers | used_0 ... used_k]
 
-The vectors are given by whoever averages them; on the CPU, a parameter's `.grad` becomes a view of its place there, so the
-average is where the optimizer looks for it. `used_i` is 1 where this worker has a gradient: a parameter that no worker has
-used keeps none, as in training alone.
+The vectors are given by whoever averages them; on the CPU, a parameter's `.grad` becomes a view of its place there, so
+the average is where the optimizer looks for it. `used_i` is 1 where this worker has a gradient: a parameter that no
+worker has used keeps none, as in training alone.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from maniple.errors import InvalidArgument
 from maniple.layout import Layout
 
 _USED = "used"
+_copy_all: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 - one call for all, as in torch's optimizers
 
 
 class Gradients:
@@ -93,7 +94,7 @@ class Gradients:
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        _copy_all(targets, sources)
 
 
 def _dtype(tensor: Tensor) -> str:

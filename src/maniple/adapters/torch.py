@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from maniple.adapters.gradients import Gradients
 from maniple.adapters.moments import moments, packed, unpack
+from maniple.adapters.norm import synchronise
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, flat_dtype
@@ -80,11 +81,19 @@ class Module:
         """Call `act` before each `optimizer.step()`; gives back what undoes it."""
         if self._optimizer is None:
             return lambda: None
-        return self._optimizer.register_step_pre_hook(lambda *_: act()).remove
+
+        def before_step(*_: Any) -> None:
+            act()
+
+        return self._optimizer.register_step_pre_hook(before_step).remove
 
     def gradients(self, *, buffers: bool) -> Gradients:
         """The gradients as flat vectors."""
         return Gradients(self._module, buffers=buffers and self._has_buffers)
+
+    def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
+        """Let batch-norm layers count the batches of all workers; gives back what undoes it."""
+        return synchronise(self._module, total)
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """The optimizer's state as named arrays and plain values."""
@@ -220,7 +229,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
     for wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
         if any(kind.__name__ == wrapper for kind in type(module).__mro__):
             raise InvalidArgument(
-                f"the model is wrapped in {wrapper}, which averages or shards it already, so it would be averaged twice. "
+                f"the model is wrapped in {wrapper}, which averages or shards it already: it would be averaged twice. "
                 "Share the module itself (model.module), and leave the wrapper out."
             )
 

@@ -1,7 +1,7 @@
 """Folding: several workers' values made one. In NumPy, in blocks that stay in cache.
 
-The order of the additions is that of the ranks, and each element is computed by one worker alone: all get the same bits,
-in every run.
+The order of the additions is that of the ranks, and each element is computed by one worker alone: all get the same
+bits, in every run.
 """
 
 import functools
@@ -111,7 +111,7 @@ def fold_in_place(
     vectors: list[Array], weights: Array, part: tuple[int, int], block: Array, progress: Array, *, base: int, op: str
 ) -> None:
     """`fold_slice`, compiled where it can be."""
-    if op in {"sum", "mean"} and block.dtype in (np.float32, np.float64) and (fused := _fused()) is not None:
+    if op in {"sum", "mean"} and block.dtype.name in {"float32", "float64"} and (fused := _fused()) is not None:
         fused.fold_slice(vectors, weights.astype(block.dtype), part, block, progress, base=base)
     else:
         fold_slice(vectors, weights, part, block, progress, base=base, op=op)

@@ -36,6 +36,7 @@ def _fence_code(typing: Any) -> Any:
     return types.void(), code
 
 
+_array: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 _values: Any = intrinsic(_values_code)
 _fence: Any = intrinsic(_fence_code)
 
@@ -55,8 +56,8 @@ def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progr
         count = min(size, stop - low)
         result = block[:count]
         if done < 1:
-            first = numba.carray(_values(addresses[0], block), stop)[low : low + count]
-            second = numba.carray(_values(addresses[min(1, addresses.size - 1)], block), stop)[low : low + count]
+            first = _array(_values(addresses[0], block), stop)[low : low + count]
+            second = _array(_values(addresses[min(1, addresses.size - 1)], block), stop)[low : low + count]
             if addresses.size == 1:
                 for i in range(count):
                     result[i] = scale * first[i]
@@ -71,7 +72,7 @@ def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progr
                 for i in range(count):
                     result[i] = scale * first[i] + other * second[i]
             for k in range(2, addresses.size):
-                more, weight = numba.carray(_values(addresses[k], block), stop)[low : low + count], weights[k]
+                more, weight = _array(_values(addresses[k], block), stop)[low : low + count], weights[k]
                 if not is_equal:
                     for i in range(count):
                         result[i] += weight * more[i]
@@ -85,7 +86,7 @@ def _fold(addresses: Any, weights: Any, start: Any, stop: Any, block: Any, progr
             progress[0] += 1
             _fence()
         for k in range(addresses.size):
-            target = numba.carray(_values(addresses[k], block), stop)[low : low + count]
+            target = _array(_values(addresses[k], block), stop)[low : low + count]
             for i in range(count):
                 target[i] = result[i]
         _fence()

@@ -57,12 +57,11 @@ class Slices:
         is_changing = len(ranks) > 1 and (op != "mean" or sum(weights) > 0)
         if is_changing:
             self._under_way = ranks, views, op, weights
-            _fold_part(views, ranks.index(circle.rank), op, weights)
-        # Even alone there is a second meeting: all who come to a round come to two.
-        ranks = circle.meet("the end of a round", call)
+            with roster.whole():
+                _fold_part(views, ranks.index(circle.rank), op, weights)
+        roster.let_in(circle.meet("the end of a round", call))
         self._under_way = None
-        roster.let_in(ranks)
-        return Round(tuple(ranks), float(sum(weights)), roster.waited_s - waited)
+        return Round(ranks, float(sum(weights)), roster.waited_s - waited)
 
     def _finish_for(self, rank: int) -> bool:
         """A worker has died in the middle of a round: fold its part for it."""

@@ -1,7 +1,7 @@
 """The roster: who belongs to a circle in shared memory, and their meetings.
 
-Meetings are numbered. A worker comes to meeting k by writing k into its row; it goes on when all who belong to meeting k
-have come. Who belongs to it is the same for everybody:
+Meetings are numbered. A worker comes to meeting k by writing k into its row; it goes on when all who belong to that
+meeting have come. Who belongs to it is the same for everybody:
 
 - who leaves writes, before that, at which meeting it will be no more;
 - who has died (the kernel gave its lock back) without coming is dismissed by one who waits for it, under the table's
@@ -11,8 +11,10 @@ have come. Who belongs to it is the same for everybody:
 - who knocks is let in at the end of a call, if all who came to its last meeting had seen the knock.
 """
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from maniple.circle.table import LOCK, NEVER, Call, Table
@@ -49,6 +51,7 @@ class Roster:
         self.waited_s = 0.0
         self.greeted = 0  # the meeting that this worker has made a parcel for
         self._name = path.name
+        self._is_torn = False
 
     def members(self, meeting: int | None = None) -> tuple[int, ...]:
         """Who belongs to a meeting; by default to the next one."""
@@ -92,18 +95,26 @@ class Roster:
         table.come(self.rank, meeting)
         self.meeting = meeting
         table.bell.ring()
-        if quorum:
-            self._wait(lambda: self._is_closed(meeting, quorum), phase, None)
-        else:
-            self._wait(lambda: self._have_all_come(meeting), phase, None)
+        is_done = functools.partial(self._is_closed, meeting, quorum) if quorum else None
+        with self.whole():
+            self._wait(is_done or functools.partial(self._have_all_come, meeting), phase, None)
         members = self.members(meeting)
         if self.rank not in members:
             raise PassedOver
         self._compare(members, meeting, phase)
         return members
 
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """What is begun in this block is owed to the others: cut short, this worker is as good as dead to them."""
+        try:
+            yield
+        except BaseException:
+            self._is_torn = True
+            raise
+
     def let_in(self, members: tuple[int, ...]) -> None:
-        """At the end of a call whose last meeting these came to: from the next one on, those who knocked belong to it."""
+        """At the end of a call, whose last meeting these came to: those who knocked belong to the next one."""
         table = self.table
         seen = min(table.said(rank, self.meeting).knocks for rank in members)
         if seen:
@@ -116,7 +127,7 @@ class Roster:
         """Take no part from the next meeting on."""
         if self.is_in:
             self.is_in = False
-            if self.table.last(self.rank) == NEVER:
+            if not self._is_torn and self.table.last(self.rank) == NEVER:
                 self.table.dismiss(self.rank, self.meeting + 1)
             self.table.bell.ring()
 
@@ -258,6 +269,8 @@ class Roster:
                 if table.count(rank) >= meeting or table.last(rank) <= meeting:
                     continue
                 if is_dead and self.on_missing(rank):
+                    seen = table.said(rank, meeting - 1).knocks
+                    table.say(rank, meeting, table.said(self.rank, meeting)._replace(knocks=seen))
                     table.come(rank, meeting)
                 else:
                     table.dismiss(rank, meeting)
@@ -280,9 +293,9 @@ class Roster:
             other = self.table.said(rank, meeting)
             if not mine.fits(other):
                 raise CallMismatch(
-                    f"worker {self.rank} has come with {phase} ({mine}), worker {rank} with {other}, perhaps of another "
-                    "dtype, op or root. All workers must make the same calls in the same order: look for one that "
-                    "depends on the rank."
+                    f"worker {self.rank} has come with {phase} ({mine}), worker {rank} with {other}, perhaps of "
+                    "another dtype, op or root. All workers must make the same calls in the same order: look for one "
+                    "that depends on the rank."
                 )
 
     def _give_up(self, phase: str, waited_s: float, whom: range | None) -> None:
@@ -293,6 +306,6 @@ class Roster:
         names = ", ".join(f"worker {rank}" for rank in who) or "the others"
         raise WaitedTooLong(
             f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} (limit "
-            f"{self.deadline_s:g} s). Alive but not coming: look at the log and the stack of each, whether all make the "
-            "same calls; raise --circle-deadline if their steps take longer."
+            f"{self.deadline_s:g} s). Alive but not coming: look at the log and the stack of each, whether all make "
+            "the same calls; raise --circle-deadline if their steps take longer."
         )

@@ -10,6 +10,7 @@ earlier pieces stays. `Resident` vectors, where gradients live, are whole or not
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from maniple.errors import PeerLost
 from maniple.wire.codecs import codec
 
 _PIECE_BYTES = 4 << 20
+
+Result = TypeVar("Result")
 
 
 class Shared:
@@ -246,7 +249,7 @@ class Shared:
     def _pass(
         self, data: Array, words: str, take: Callable[[dict[int, int]], dict[int, tuple[int, int, Array]]]
     ) -> tuple[int, ...]:
-        """Show `data` to the others piece by piece, and copy what `take(sizes)` asks for: (start, stop, target) by rank.
+        """Show `data` to the others piece by piece, and copy what `take(sizes)` asks for, by rank: start, stop, target.
 
         Gives those who have come to the end.
         """
@@ -278,7 +281,7 @@ class Shared:
             self.roster.let_in(ranks)
         return ranks
 
-    def _insist(self, act: Callable[[], "Round | tuple[int, ...] | None"]):
+    def _insist(self, act: Callable[[], Result | None]) -> Result:
         """Make a call until it succeeds; if the others have gone on without this worker, enter again first."""
         while True:
             try:

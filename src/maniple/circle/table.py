@@ -161,7 +161,8 @@ class Table:
     def said(self, rank: int, meeting: int) -> Call:
         """What `rank` does at a meeting that is not over for everybody."""
         start = _row(rank) + _CALLS + _CALL_WORDS * (meeting % 2)
-        return Call(*self._words[start : start + 5], self._reals[start + 5])
+        code, size, knocks, slot, shape = self._words[start : start + 5]
+        return Call(code, size, knocks, slot, shape, self._reals[start + 5])
 
     def members(self, meeting: int) -> list[int]:
         """The ranks that belong to the circle at a meeting."""

@@ -25,8 +25,8 @@ class Synced(Replica):
     """One worker's copy of a model that all workers change at once.
 
     Attributes:
-        samples: the samples of this step's batch; set before `optimizer.step()` (or `reduce`), it is this worker's weight
-            in the mean of gradients. Never set: all count the same.
+        samples: the samples of this step's batch; set before `optimizer.step()` (or `reduce`), it is this worker's
+            weight in the mean of gradients. Never set: all count the same.
         waited_s: the time spent waiting for the other workers so far.
     """
 
@@ -51,8 +51,10 @@ class Synced(Replica):
         self._keep_pace = RateLimit(_KEEP_SHARE)
         self._last = Round((circle.rank,))
         self._digests: Array | None = None
-        self._undo_before = model.before_step(self._before_step) if rule.meets == "gradients" else lambda: None
         self._check(pace)
+        self._undos = [model.before_step(self._before_step)] if rule.meets == "gradients" else []
+        if rule.norm == "synchronised":
+            self._undos.append(model.synchronise_norm(self._total))
         self._gradients = model.gradients(buffers=rule.norm == "averaged") if rule.meets == "gradients" else None
         sizes = self._layout.sizes if self._gradients is None else self._gradients.sizes
         self._resident = circle.reside(sizes, wire=wire)
@@ -78,8 +80,8 @@ class Synced(Replica):
     def reduce(self, gradients: Mapping[str, Array] | None = None) -> None:
         """Average the gradients now, for instance to clip what the optimizer will see.
 
-        The step that follows uses them as they are. Of a model of NumPy arrays, pass the gradients: they are averaged in
-        place.
+        The step that follows uses them as they are. Of a model of NumPy arrays, pass the gradients: they are averaged
+        in place.
         """
         if self._gradients is None:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
@@ -110,7 +112,7 @@ class Synced(Replica):
                 "a step was made with gradients that were not averaged. Give the optimizer to share(), or call "
                 "replica.reduce(gradients) before each update and replica.step() after it."
             )
-        self._is_reduced = False
+        self._is_reduced = self.is_exchanging = False
         self._count_step()
         now = time.perf_counter()
         if self._gradients is None and self.pace.due(self._since_exchange, now - self._start):
@@ -121,6 +123,7 @@ class Synced(Replica):
             self._since_exchange = 0
             self._worker.settled(self)
         self._end_step()
+        self._worker.end_if_told()
 
     def exchange(self) -> None:
         """Meet now: the rule's values are exchanged by all workers at once."""
@@ -167,7 +170,8 @@ class Synced(Replica):
         """Leave the circle; the others go on. The center has what this worker knows."""
         if self._is_finished:
             return
-        self._undo_before()
+        for undo in self._undos:
+            undo()
         if exchange and not self._is_center:
             if self._elastic is None:
                 self._shadow()
@@ -180,6 +184,7 @@ class Synced(Replica):
         self._refuse_inside_center("a training step was made")
         if not self._is_finished:
             self.reduce()
+            self.is_exchanging = True  # a SIGTERM waits until the step is whole
 
     def _begin_round(self) -> None:
         if self._elastic is not None:
@@ -196,11 +201,7 @@ class Synced(Replica):
                 self._last = self._resident.all_reduce("mean", weight=weight, **quorum)
                 break
             except PassedOver:
-                assert self._elastic is not None
-                self._events.write("passed over", step=self.steps)
-                self._elastic.roster.leave()
-                if self._elastic.enter():
-                    self._take_parcel()
+                self._enter_again()
                 for vector in self._resident.flat.values():
                     vector[:] = 0
                 weight = 0.0
@@ -221,6 +222,25 @@ class Synced(Replica):
         every = self._rule.check_every
         if every and self.rounds % every == 0:
             self._digests = self._digest()
+
+    def _total(self, x: Array) -> None:
+        """Sum over all workers, inside of a step."""
+        if self._is_finished:
+            return
+        while True:
+            try:
+                self.waited_s += self._circle.all_reduce(x, x, "sum").waited_s
+                return
+            except PassedOver:
+                self._enter_again()
+
+    def _enter_again(self) -> None:
+        """The others have gone on without this worker: go on with their state."""
+        assert self._elastic is not None
+        self._events.write("passed over", step=self.steps)
+        self._elastic.roster.leave()
+        if self._elastic.enter():
+            self._take_parcel()
 
     def _average(self, x: Array) -> None:
         self._circle.all_reduce(x, x, "mean")
@@ -282,18 +302,20 @@ class Synced(Replica):
         mine = self._digest() if self._gradients is not None else self._digests
         if mine is None:
             return
-        ranks = self._circle.ranks
-        all_digests = self._circle.all_gather(mine)
+        try:
+            ranks, all_digests = self._circle.ranks, self._circle.all_gather(mine)
+        except PassedOver:
+            return  # the round finds it too, and takes the others' state
         for i in range(len(mine)):
             found = [int(digests[i]) for digests in all_digests]
             usual = max(set(found), key=found.count)
             others = [str(rank) for rank, one in zip(ranks, found, strict=True) if one != usual]
             if others:
                 raise Desynced(
-                    f"after {self.rounds} rounds the replicas are no longer the same: {self._layout.entries[i].name!r} of "
-                    f"worker {', '.join(others)} differs from that of the others ({len(ranks)} workers). Look for what a "
-                    "worker does by itself: a learning rate, a clipping or a change of parameters that depends on its "
-                    "rank or its own data."
+                    f"after {self.rounds} rounds the replicas are no longer the same: "
+                    f"{self._layout.entries[i].name!r} of worker {', '.join(others)} differs from that of the others "
+                    f"({len(ranks)} workers). Look for what a worker does by itself: a learning rate, a clipping or a "
+                    "change of parameters that depends on its rank or its own data."
                 )
 
     def _write_parcel(self, meeting: int) -> None:

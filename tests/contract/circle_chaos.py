@@ -1,0 +1,66 @@
+"""A worker of a circle in shared memory, for tests: makes rounds, and writes down what came out of each.
+
+    python circle_chaos.py SEGMENT RANK WORLD ROUNDS SIZE QUORUM
+
+A round's vector holds `rank + 1` in all places, weighted by 1. One line per round: the number of its last meeting, who
+was in it, and the smallest and largest value. A worker that enters late writes what it got in its parcel: the count of
+rounds of the others.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from maniple.center import Segment
+from maniple.center.segment import LEFT, LIVE
+from maniple.circle.roster import PassedOver
+from maniple.circle.shared import Shared
+from maniple.worker.parcel import read_parcel, write_parcel
+
+
+def main() -> None:
+    path, *numbers = sys.argv[1:]
+    rank, world, rounds, size, quorum = map(int, numbers)
+    segment = Segment(Path(path))
+    segment.mark(rank, LIVE)
+    circle = Shared(segment, "circle-0", rank=rank, world=world, deadline_s=30, is_boundary=False)
+    resident = circle.reside({"float32": size})
+    flat = resident.flat["float32"]
+    made = 0
+
+    def parcel(meeting: int) -> None:
+        write_parcel(circle.parcel(meeting), {}, {"made": made})
+
+    def enter() -> int:
+        if circle.enter() and (told := circle.await_parcel()) is not None:
+            return read_parcel(told)[1]["made"]
+        return made
+
+    def say(*words: Any) -> None:
+        print(*words, flush=True)
+
+    circle.roster.on_newcomers = parcel
+    made = enter()
+    say("entered", made)
+    while made < rounds:
+        circle.greet()
+        flat[:] = rank + 1
+        options = {"quorum": quorum} if quorum else {}
+        try:
+            found = resident.all_reduce("sum", weight=1.0, **options)
+        except PassedOver:
+            circle.roster.leave()
+            made = enter()
+            say("again", made)
+            continue
+        circle.forget_parcel()
+        made += 1
+        say("round", circle.roster.meeting, ",".join(map(str, found.ranks)), flat.min(), flat.max())
+        if quorum and rank == world - 1:
+            time.sleep(0.01)
+    circle.close()
+    segment.mark(rank, LEFT)
+
+
+main()

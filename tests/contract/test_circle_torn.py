@@ -1,0 +1,186 @@
+"""A worker that dies in the middle of a round: the others finish its part, whatever it had done of it."""
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maniple.center import Segment
+from maniple.circle import fold, resident
+from maniple.circle.shared import Shared
+from maniple.errors import CallMismatch, WaitedTooLong
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(Path(os.environ.get("MANIPLE_SHM", "/dev/shm")), secrets.token_hex(8), Path("/tmp"))
+    yield segment
+    segment.remove()
+
+
+def circles(segment: Segment, world: int, deadline_s: float = 20.0) -> list[Shared]:
+    """As many workers, all in this process: locks belong to opened files, not to processes."""
+    made = [Shared(segment, "circle-0", rank=r, world=world, deadline_s=deadline_s) for r in range(world)]
+    together([circle.enter for circle in made])
+    return made
+
+
+def together(acts: list[Any]) -> list[Any]:
+    """Do all at once; gives their results or errors."""
+    results: list[Any] = [None] * len(acts)
+
+    def do(i: int) -> None:
+        try:
+            results[i] = acts[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=do, args=(i,), daemon=True) for i in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 2.0, 5.0)])
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_part_of_a_dead_worker_is_finished_by_the_others(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...], steps: int, is_compiled: bool
+):
+    """It dies after so many steps of its part: 2 per block, after the first of which the block is not yet written."""
+    if not is_compiled:
+        monkeypatch.setattr(fold, "_fused", lambda: None)
+    monkeypatch.setattr(resident, "block_bytes", lambda: 4096)
+    made = circles(segment, 3)
+    size = 3 * 1024 * 4 - 100  # four blocks for each
+    mine = [circle.reside({"float32": size, "float64": 10}) for circle in made]
+    values = [np.random.default_rng(rank).normal(size=size).astype(np.float32) for rank in range(3)]
+    for one, value in zip(mine, values, strict=True):
+        one.flat["float32"][:] = value
+        one.flat["float64"][:] = value[:10]
+    usual = resident._fold_part
+
+    def fold_part(views: list[Any], index: int, op: str, weights: list[float]) -> None:
+        if index != 1 or dead:
+            usual(views, index, op, weights)
+            return
+        dead.append(index)
+        owner, vectors = views[1], [view.flat["float32"] for view in views]
+        part = fold.bounds(size, 3)[1]
+        block = owner.journal[:4096].view(np.float32)
+        for number in range(steps // 2):
+            low = part[0] + number * block.size
+            fold.fold_slice(vectors, fold.shares(weights, op, np.float32), (low, low + block.size), block,
+                            owner.head[:1], base=number, op=op)  # fmt: skip
+        if steps % 2:  # the block is made, and half of it has been written to one of them
+            low = part[0] + steps // 2 * block.size
+            fold.fold([v[low : low + block.size] for v in vectors], block, op, fold.shares(weights, op, np.float32))
+            owner.head[0] += 1
+            vectors[0][low : low + block.size // 2] = block[: block.size // 2]
+        raise Died
+
+    dead: list[int] = []
+    monkeypatch.setattr(resident, "_fold_part", fold_part)
+
+    def act(rank: int) -> Any:
+        try:
+            return mine[rank].all_reduce("mean", weight=weights[rank])
+        except Died:
+            made[rank].close()  # as the kernel does when a process ends
+            raise
+
+    results = together([lambda rank=rank: act(rank) for rank in range(3)])
+    assert isinstance(results[1], Died)
+    expected = sum(w * v.astype(np.float64) for w, v in zip(weights, values, strict=True)) / sum(weights)
+    for rank in (0, 2):
+        assert results[rank].ranks == (0, 1, 2) and results[rank].weight == sum(weights)
+        np.testing.assert_allclose(mine[rank].flat["float32"], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mine[rank].flat["float64"], expected[:10], rtol=1e-6)
+    assert mine[0].flat["float32"].tobytes() == mine[2].flat["float32"].tobytes()
+    after = together([lambda rank=rank: mine[rank].all_reduce("sum") for rank in (0, 2)])
+    assert [found.ranks for found in after] == [(0, 2), (0, 2)]
+    for rank in (0, 2):
+        made[rank].close()
+
+
+def test_call_is_made_again_without_one_who_dies_in_it(segment: Segment):
+    made = circles(segment, 3)
+    x = [np.full(100_000, rank + 1.0) for rank in range(3)]
+
+    outs = [np.empty_like(v) for v in x]
+    together(
+        [
+            lambda: made[0].all_reduce(x[0], outs[0], "sum"),
+            made[1].close,
+            lambda: made[2].all_reduce(x[2], outs[2], "sum"),
+        ]
+    )
+    assert (outs[0] == 4).all() and (outs[2] == 4).all()
+    made[0].close()
+    made[2].close()
+
+
+def test_different_calls_raise_on_all_sides(segment: Segment):
+    made = circles(segment, 2)
+    x = np.zeros(4)
+    results = together([lambda: made[0].all_reduce(x, x.copy(), "sum"), lambda: made[1].broadcast(x.copy(), root=0)])
+    assert all(isinstance(result, CallMismatch) for result in results)
+    results = together(
+        [lambda: made[0].all_reduce(x, x.copy(), "sum"), lambda: made[1].all_reduce(x[1:], x[1:], "sum")]
+    )
+    assert all(isinstance(result, CallMismatch) for result in results)
+    for circle in made:
+        circle.close()
+
+
+def test_one_who_does_not_come_is_named(segment: Segment):
+    made = circles(segment, 2, deadline_s=0.3)
+    (error,) = together([made[0].barrier])
+    assert isinstance(error, WaitedTooLong)
+    assert "for worker 1 in barrier" in str(error) and "limit 0.3 s" in str(error)
+    for circle in made:
+        circle.close()
+
+
+def test_one_who_waits_in_another_circle_is_not_waited_for(segment: Segment):
+    """Worker 0 is at a barrier of circle b, worker 1 at one of circle a: that of a goes on without worker 0."""
+    a, b = ([Shared(segment, name, rank=r, world=2, deadline_s=20) for r in range(2)] for name in ("a", "b"))
+    together([circle.enter for circle in a])
+    together([circle.enter for circle in b])
+    for one, other in zip(a, b, strict=True):
+        one.roster.others.append(other.roster)
+        other.roster.others.append(one.roster)
+
+    def second() -> tuple[int, ...]:
+        a[1].barrier()
+        alone = a[1].ranks
+        b[1].barrier()
+        return alone
+
+    def first() -> tuple[int, ...]:
+        b[0].barrier()
+        return ()
+
+    assert together([first, second])[1] == (1,)
+
+    def go_on() -> None:
+        while a[1].ranks == (1,):
+            a[1].barrier()
+        a[1].barrier()
+
+    assert together([a[0].barrier, go_on]) == [None, None]  # it comes back by itself
+    assert a[0].ranks == a[1].ranks == (0, 1)
+    for circle in (*a, *b):
+        circle.close()

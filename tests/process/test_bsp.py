@@ -1,0 +1,276 @@
+"""Synchronous rules in real runs: what p workers make is what one worker makes of all their batches."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .conftest import Run
+
+pytest.importorskip("torch")
+
+# Several models in one run, each shared with a rule of its own, and trained for a few steps on parts of the same batches.
+LESSONS = """
+    import sys
+    import numpy as np
+    import torch
+    from torch import nn
+    import maniple
+
+    torch.set_num_threads(1)
+    worker = maniple.join()
+    data = torch.Generator().manual_seed(5)
+    X, Y = torch.randn(12, 24, 6, generator=data), torch.randint(0, 3, (12, 24), generator=data)
+    ends = [24 * r * (r + 1) // (worker.world * (worker.world + 1)) for r in range(worker.world + 1)]
+    found = {}
+
+    class Spare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare, self.some = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x, rank=0):
+            return self.used(x) + (self.some(x) if rank == 0 else 0)
+
+    def build(kind="plain"):
+        torch.manual_seed(0)
+        if kind == "spare":
+            return Spare()
+        norm = [nn.BatchNorm1d(8)] if kind == "norm" else []
+        return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Linear(8, 3))
+
+    def train(name, rule, *, kind="plain", uneven=False, parts=1, clip=None, momentum=0.9, wrap=lambda m: m, pace=None,
+              wire=None):
+        model = build(kind)
+        shared = wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+        replica = worker.share(shared, optimizer, rule=rule, pace=pace, wire=wire)
+        for x, y in zip(X, Y):
+            size = 24 // worker.world
+            low, high = ends[worker.rank:worker.rank + 2] if uneven else (size * worker.rank, size * (worker.rank + 1))
+            x, y = x[low:high], y[low:high]
+            replica.samples = len(y)
+            optimizer.zero_grad()
+            for i in range(parts):
+                with replica.no_sync():
+                    more = {"rank": worker.rank} if kind == "spare" else {}
+                    loss = nn.functional.cross_entropy(shared(x[i::parts], **more), y[i::parts])
+                    (loss * len(y[i::parts]) / len(y)).backward()
+            if clip:
+                replica.reduce()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+        values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+        values |= {n: b.numpy() for n, b in model.named_buffers() if b.is_floating_point()}
+        found.update({f"{name}/{n}": v for n, v in values.items()})
+
+    train("bsp", maniple.BSP(check_every=3))
+    train("uneven", maniple.BSP(), uneven=True)
+    train("parts", maniple.BSP(), parts=2)
+    train("clipped", maniple.BSP(), clip=0.05)
+    train("spare", maniple.BSP(), kind="spare")
+    train("norm", maniple.BSP(norm="synchronised"), kind="norm")
+    train("norm uneven", maniple.BSP(norm="synchronised"), kind="norm", uneven=True)
+    train("compiled", maniple.BSP(), wrap=lambda m: torch.compile(m, backend="eager"))
+    train("plain sgd", maniple.BSP(), momentum=0)
+    train("local 1", maniple.LocalSGD(1, check_every=3), momentum=0)
+    train("local 3", maniple.LocalSGD(3, momentum="average"))
+    train("reset", maniple.LocalSGD(3, momentum="reset"))
+    train("msync", maniple.MSync(worker.world))
+    train("half", maniple.BSP(), wire="bfloat16")
+    train("elastic", maniple.EASGD(sync=True), pace=maniple.Every(3))
+    train("downpour", maniple.Downpour(sync=True), momentum=0)
+    np.savez(f"{sys.argv[1]}-{worker.rank}.npz", **found)
+"""
+
+
+@pytest.fixture(scope="module")
+def lessons(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, np.ndarray]]]:
+    """What each of p workers ended with."""
+    known: dict[int, list[dict[str, np.ndarray]]] = {}
+
+    def look(world: int) -> list[dict[str, np.ndarray]]:
+        if world not in known:
+            folder = tmp_path_factory.mktemp(f"lessons{world}")
+            script = folder / "script.py"
+            script.write_text(__import__("textwrap").dedent(LESSONS))
+            from .conftest import MANIPLE
+
+            run = Run(folder, "run", [str(MANIPLE), "run", "--name", "run", "-n", str(world), "script.py", "out"], {})
+            assert run.wait() == 0, run.output
+            known[world] = [dict(np.load(folder / f"out-{rank}.npz")) for rank in range(world)]
+        return known[world]
+
+    return look
+
+
+def of(found: dict[str, np.ndarray], lesson: str) -> np.ndarray:
+    return np.concatenate([v.ravel() for name, v in found.items() if name.startswith(f"{lesson}/")])
+
+
+EQUAL = ["bsp", "uneven", "parts", "clipped", "norm", "norm uneven", "compiled", "plain sgd", "local 1", "msync"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("lesson", EQUAL)
+def test_p_workers_equal_one_on_all_their_batches(lessons: Any, world: int, lesson: str):
+    alone = of(lessons(1)[0], lesson)
+    for found in lessons(world):
+        np.testing.assert_allclose(of(found, lesson), alone, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("lesson", [*EQUAL, "spare", "half", "reset", "downpour"])
+def test_replicas_are_the_same_to_the_bit(lessons: Any, world: int, lesson: str):
+    first, *others = [of(found, lesson).tobytes() for found in lessons(world)]
+    assert all(other == first for other in others)
+
+
+def test_local_sgd_every_step_is_bsp(lessons: Any):
+    for found in lessons(2):
+        np.testing.assert_allclose(of(found, "local 1"), of(found, "plain sgd"), rtol=2e-5, atol=2e-6)
+
+
+def test_half_precision_on_the_wire_is_near_full_precision(lessons: Any):
+    for found in lessons(2):
+        np.testing.assert_allclose(of(found, "half"), of(found, "bsp"), rtol=0.05, atol=0.01)
+        assert not np.array_equal(of(found, "half"), of(found, "bsp"))
+
+
+def test_parameters_that_nobody_uses_are_left_alone(lessons: Any):
+    begun = lessons(1)[0]
+    for found in lessons(2):  # weight decay would have changed them
+        assert np.array_equal(found["spare/spare.weight"], begun["spare/spare.weight"])
+        assert not np.array_equal(found["spare/some.weight"], begun["spare/some.weight"])  # used by worker 0 alone
+
+
+def test_synchronous_elastic_averaging_and_downpour_train(lessons: Any):
+    for lesson in ("elastic", "downpour", "local 3"):
+        values = [of(found, lesson) for found in lessons(2)]
+        assert all(np.isfinite(value).all() for value in values)
+        assert np.abs(values[0] - values[1]).max() < 0.5
+
+
+TRAIN = """
+    import sys, time
+    import numpy as np
+    import maniple
+
+    worker = maniple.join()
+    w = {"w": np.ones(1000, np.float32)}
+    replica = worker.share(w, rule=maniple.BSP(check_every=7))
+    for step in range(int(sys.argv[1])):
+        gradient = {"w": np.full(1000, 0.001 * (worker.rank + 1), np.float32)}
+        replica.reduce(gradient)
+        w["w"] -= gradient["w"]
+        replica.step()
+        worker.log(rounds=replica.rounds, first=float(w["w"][0]))
+        time.sleep(float(sys.argv[2]))
+    worker.log(rounds=replica.rounds, last=float(w["w"][0]))
+"""
+
+
+def test_killed_worker_is_left_behind_and_comes_back(start: Any):
+    run = start(TRAIN, "-n", "3", "--restarts", "1", args=("150", "0.05"))
+    run.await_event(2, "log", count=10)
+    victim = run.pid(1)
+    os.kill(victim, signal.SIGKILL)
+    killed = max(row["timestamp"] for row in run.events(1, "log"))
+    assert run.wait() == 0, run.output
+    for rank in (0, 2):
+        rows = [row["timestamp"] for row in run.events(rank, "log")]
+        following = [b - a for a, b in zip(rows, rows[1:], strict=False) if b > killed]
+        assert max(following) < 2.0  # the next step after the kill, and the entry of the newcomer
+    assert run.events(1, "entered")  # it took the others' state
+    by_rounds: dict[int, set[float]] = {}
+    for rank in range(3):
+        for row in run.events(rank, "log"):
+            by_rounds.setdefault(row["rounds"], set()).add(row.get("first", row.get("last")))
+    assert all(len(values) == 1 for values in by_rounds.values())  # the same replica after the same round, always
+    assert run.center["w"][0] == pytest.approx(min(v for values in by_rounds.values() for v in values))
+
+
+def test_workers_with_fewer_batches_do_not_hold_up_the_others(run: Any):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        w = {"w": np.zeros(10, np.float32)}
+        replica = worker.share(w, rule=maniple.BSP())
+        for epoch in range(3):
+            for batch in range(4 + 3 * worker.rank):      # worker 1 has more of them in each epoch
+                gradient = {"w": np.ones(10, np.float32)}
+                replica.reduce(gradient)
+                w["w"] -= gradient["w"]
+                replica.step()
+            total = worker.all_reduce(np.float64(batch + 1), op="sum")
+            worker.log(total=float(total), first=float(w["w"][0]))
+    """
+    done = run(script, "-n", "2")
+    assert done.description["exit_code"] == 0, done.output
+    assert [row["total"] for row in done.events(0, "log")] == [11.0] * 3
+    # Each round is one step of 1: worker 1 has made as many as it had batches.
+    assert done.center["w"][0] <= -21
+
+
+def test_replicas_that_part_are_found_and_named(run: Any):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        w = {"a": np.zeros(10, np.float32), "b": np.zeros(10, np.float32)}
+        replica = worker.share(w, rule=maniple.BSP(check_every=5))
+        for step in range(20):
+            gradient = {name: np.ones(10, np.float32) for name in w}
+            replica.reduce(gradient)
+            for name in w:
+                w[name] -= gradient[name] * (2 if worker.rank == 2 and name == "b" and step > 6 else 1)
+            replica.step()
+    """
+    done = run(script, "-n", "3")
+    assert done.description["exit_code"] == 1
+    assert "'b' of worker 2 differs" in done.log(0) and "'b' of worker 2 differs" in done.log(2)
+
+
+def test_wrapped_model_is_refused_with_the_reason(run: Any):
+    script = """
+        import os, torch, maniple
+        import torch.distributed as dist
+        worker = maniple.join()
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        worker.share(model, torch.optim.SGD(model.parameters(), lr=0.1), rule=maniple.BSP())
+    """
+    done = run(script, "-n", "1")
+    assert done.description["exit_code"] == 2
+    assert "wrapped in DistributedDataParallel" in done.log(0) and "model.module" in done.log(0)
+
+
+def test_different_calls_are_an_error_that_names_both(run: Any):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        if worker.rank:
+            worker.broadcast(np.zeros(3))
+        else:
+            worker.all_reduce(np.zeros(5))
+    """
+    done = run(script, "-n", "2")
+    assert done.description["exit_code"] == 1
+    assert "all_reduce" in done.log(0) and "broadcast" in done.log(0)
+
+
+def test_waiting_has_a_deadline_and_names_who_and_where(run: Any):
+    script = """
+        import time, numpy as np, maniple
+        worker = maniple.join()
+        worker.barrier()
+        if worker.rank:
+            time.sleep(60)
+        worker.all_reduce(np.zeros(5))
+    """
+    done = run(script, "-n", "2", "--circle-deadline", "1")
+    assert done.description["exit_code"] == 1
+    assert "worker 1 in all_reduce" in done.log(0) and "limit 1 s" in done.log(0)
