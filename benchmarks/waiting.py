@@ -95,7 +95,8 @@ def play(way: str, works: list[float], times: int) -> tuple[float, float]:
             results[2 * rank : 2 * rank + 2] = attend(meeting, rank, work_ms, times)
             os._exit(0)
         pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(codes):
         raise RuntimeError(f"{way}: a process has waited for more than {DEADLINE_S} s, or failed")
     return float(results[0]) / times, float(results[1] / results[0])
 
