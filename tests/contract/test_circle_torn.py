@@ -161,7 +161,6 @@ def test_one_who_waits_in_another_circle_is_not_waited_for(segment: Segment):
     together([circle.enter for circle in b])
     for one, other in zip(a, b, strict=True):
         one.roster.others.append(other.roster)
-        other.roster.others.append(one.roster)
 
     def second() -> tuple[int, ...]:
         a[1].barrier()

@@ -1,5 +1,6 @@
 """Synchronous rules in real runs: what p workers make is what one worker makes of all their batches."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from .conftest import Run
 
 pytest.importorskip("torch")
 
-# Several models in one run, each shared with a rule of its own, and trained for a few steps on parts of the same batches.
+# Several models in one run, each shared with a rule of its own, and trained for a few steps on parts of equal batches.
 LESSONS = """
     import sys
     import numpy as np
@@ -182,7 +183,7 @@ def test_killed_worker_is_left_behind_and_comes_back(start: Any):
     assert run.wait() == 0, run.output
     for rank in (0, 2):
         rows = [row["timestamp"] for row in run.events(rank, "log")]
-        following = [b - a for a, b in zip(rows, rows[1:], strict=False) if b > killed]
+        following = [b - a for a, b in itertools.pairwise(rows) if b > killed]
         assert max(following) < 2.0  # the next step after the kill, and the entry of the newcomer
     assert run.events(1, "entered")  # it took the others' state
     by_rounds: dict[int, set[float]] = {}

@@ -9,3 +9,11 @@ def test_importing_maniple_imports_no_framework_compiler_or_terminal():
     code = f"import sys, maniple; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_collective_calls_of_arrays_import_no_framework():
+    code = (
+        "import sys, numpy; from maniple.circle.calls import Calls; from maniple.circle.alone import Alone; "
+        "Calls(Alone()).all_reduce(numpy.ones(2)); assert not {'torch', 'numba', 'mpi4py'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -67,6 +67,8 @@ SETTINGS = [
             [
                 *SETTINGS,
                 "--bind",
+                "--circle",
+                "--circle-deadline",
                 "--devices",
                 "--feed",
                 "--hosts",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument
 from maniple.place import (
+    CIRCLES,
     DEFAULT_SEED,
     THREAD_VARIABLES,
     Place,
@@ -17,6 +18,7 @@ from maniple.place import (
     inherited,
     joining,
     personal_settings,
+    refuse_center,
     set_by_person,
     setting_variable,
     shared_memory,
@@ -36,6 +38,10 @@ PLACES = st.builds(
     device=WORD,
     seed=st.integers(0, 2**31),
     restarts=st.integers(0, 9),
+    launcher=st.sampled_from(["", "maniple"]),
+    circle=st.none() | st.sampled_from(CIRCLES),
+    circle_deadline_s=st.floats(1, 1e6),
+    master=st.none() | st.just("node-1:29500"),
 )
 
 
@@ -61,9 +67,60 @@ def test_alone_the_device_and_the_seed_may_still_be_asked_for():
     assert (place.device, place.seed) == ("cuda:1", 7)
 
 
-def test_another_launcher_s_workers_are_refused_instead_of_trained_apart():
-    with pytest.raises(InvalidArgument, match=r"WORLD_SIZE=4.*maniple run -n 4"):
-        find({"RANK": "1", "WORLD_SIZE": "4"})
+@pytest.mark.parametrize(
+    ("launcher", "env", "found"),
+    [
+        ("torchrun", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", (3, 4, 1, 2)),
+        (
+            "mpirun",
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0",
+            (3, 4, 1, 2),
+        ),
+        ("mpirun", "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 SLURM_PROCID=0", (3, 4, 1, 2)),
+        ("mpirun", "PMI_RANK=3 PMI_SIZE=4", (3, 4, 0, 1)),
+        (
+            "srun",
+            "SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=1 "
+            "PMI_RANK=3 PMI_SIZE=4",
+            (3, 4, 1, 2),
+        ),
+    ],
+)
+def test_workers_of_other_launchers_know_who_they_are(launcher, env, found):
+    place = find(dict(word.split("=") for word in env.split()))
+    assert place.launcher == launcher
+    assert (place.rank, place.world, place.local_rank, place.local_world) == found
+    assert not place.is_alone
+
+
+def test_outside_of_a_step_slurm_has_started_nobody():
+    assert find({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}).is_alone
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node-[01-04,7],b", "node-01"), ("a,b[1-2]", "a"), ("n[3,5].site", "n3.site"), ("alone", "alone")],
+)
+def test_workers_of_a_step_meet_on_its_first_node(nodes, first):
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": nodes}
+    address, _, port = (find(step | {"SLURM_JOB_ID": "12"}).master or "").rpartition(":")
+    assert address == first
+    assert 1024 < int(port) < 32768
+    assert find(step | {"MASTER_ADDR": "x", "MASTER_PORT": "5"}).master == "x:5"
+
+
+def test_another_launcher_s_workers_get_no_center_instead_of_one_each():
+    place = find({"RANK": "1", "WORLD_SIZE": "4"})
+    with pytest.raises(InvalidArgument, match=r"torchrun has started 4 workers.*maniple run -n 4"):
+        refuse_center(place)
+    refuse_center(find({}))
+    refuse_center(Place(segment=Path("/dev/shm/maniple-1"), launcher="maniple", world=4))
+
+
+def test_circle_that_does_not_exist_is_refused():
+    with pytest.raises(InvalidArgument, match=r"MANIPLE_CIRCLE='smoke'.*shared, torch, mpi"):
+        find({"MANIPLE_CIRCLE": "smoke"})
 
 
 @pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "3"}])

@@ -32,7 +32,8 @@ class Roster:
     """One worker's part in a circle.
 
     Attributes:
-        others: the rosters of this worker in other circles.
+        others: the rosters of this worker in circles where one may wait for it meanwhile. Not both ways: if each of two
+            circles went on without those who wait in the other, neither would be whole.
         on_wait: called again and again while waiting; may raise to give up.
         on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
         on_newcomers: makes the newcomers' parcel, if they need one to begin.

@@ -13,7 +13,7 @@ from maniple.cli.settings import settings
 from maniple.errors import ManipleError
 from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
-from maniple.place import Limits
+from maniple.place import CIRCLE_DEADLINE_S, CIRCLES, Limits
 from maniple.rules import parse_rule
 from maniple.session import Configured
 from maniple.wire.address import Address
@@ -66,6 +66,20 @@ def cli() -> None:
     help="Start a producer of batches for worker.feed(); with arguments in quotes: 'produce.py --size 8'. Repeatable.",
 )
 @click.option("--producers", type=int, default=1, show_default=True, metavar="K", help="Copies of each --feed script.")
+@click.option(
+    "--circle",
+    type=click.Choice(CIRCLES),
+    help="What carries the rounds in which all workers meet. Default: shared on one machine, torch for --hosts.",
+)
+@click.option(
+    "--circle-deadline",
+    "circle_deadline_s",
+    type=float,
+    default=CIRCLE_DEADLINE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a worker waits for the others in a round before it fails and names them.",
+)
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
 @settings
 @click.argument("script", type=click.Path(path_type=Path))

@@ -13,7 +13,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
-from maniple.place import DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
+from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.wire.codecs import codec
 
 
@@ -37,6 +37,8 @@ class Job:
     wire: str | None = None  # how values travel to workers elsewhere
     listen: Listen | None = None  # for workers elsewhere; None: this machine's shared memory only
     host_deadline_s: float = HOST_DEADLINE_S
+    circle: str | None = None  # what carries rounds; None: what fits
+    circle_deadline_s: float = CIRCLE_DEADLINE_S
     snapshot_every_s: float = 300.0  # 0: only at the end
     keep: int = KEEP  # snapshots
     resume: Path | None = None  # the folder of the run to go on with
@@ -62,6 +64,7 @@ class Job:
                 f"--snapshot-every {self.snapshot_every_s:g}, --keep {self.keep}, --host-deadline "
                 f"{self.host_deadline_s:g}: seconds are 0 or more, a deadline above 0, and 1 snapshot or more is kept."
             )
+        self._check_circle()
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
         if self.snapshot is not None and not (self.snapshot.isdigit() or self.snapshot == "best"):
@@ -82,6 +85,19 @@ class Job:
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
+
+    def _check_circle(self) -> None:
+        if not self.circle_deadline_s > 0:
+            raise InvalidArgument(f"--circle-deadline {self.circle_deadline_s:g}: seconds above 0. Write 600.")
+        if self.circle == "shared" and self.hosts:
+            raise InvalidArgument(
+                f"--circle shared is the memory of one machine, but --hosts names {len(self.hosts)}. Leave it out."
+            )
+        if self.circle == "mpi":
+            raise InvalidArgument(
+                "--circle mpi needs workers that MPI has started, and `maniple run` is no launcher of MPI. "
+                f"Start them by `mpirun -n {self.workers} python SCRIPT`, with MANIPLE_RULE and so on as variables."
+            )
 
     def _check_feeds(self) -> None:
         if not 1 <= self.producers <= MAX_PRODUCERS:
@@ -107,6 +123,7 @@ class Job:
             "restarts": self.restarts,
             "seed": self.settled_seed,
             "wire": self.wire,
+            "circle": self.circle,
             "listen": str(self.listen.address) if self.listen else None,
             "snapshot_every": self.snapshot_every_s,
             "controller": str(Path(self.controller).resolve()) if self.controller else None,  # CLASS goes along

@@ -15,6 +15,7 @@ from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.launch.meeting import meeting_point
 from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
@@ -75,6 +76,10 @@ class _Run:
             seed=job.settled_seed,
             wire=job.wire,
             host_deadline_s=job.host_deadline_s,
+            launcher="maniple",
+            circle=job.circle,
+            circle_deadline_s=job.circle_deadline_s,
+            master=meeting_point(job),
             limits=job.limits,
             controller=job.controller,
             controller_args=job.controller_args,

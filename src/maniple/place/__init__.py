@@ -1,4 +1,5 @@
-"""The place: who am I (rank, world size, node, run), read from environment variables here and nowhere else.
+"""The place: who am I (rank, world size, node, run), read from environment variables in this folder and
+nowhere else.
 
 The launcher writes these variables with `environment` and the worker reads them with `find`, so that the
 two ends of each name stand side by side. `setting_variable` gives the names by which a person sets options of
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument
+from maniple.place.launchers import meeting_point, started_by
+from maniple.place.variables import number, path_in, seconds
 
 DEFAULT_SEED = 1
 HOST_DEADLINE_S = 600.0
+CIRCLE_DEADLINE_S = 600.0
+CIRCLES = ("shared", "torch", "mpi")
 
 # The variables by which numeric libraries learn how many threads to start.
 THREAD_VARIABLES = (
@@ -74,6 +79,10 @@ class Place:
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
+    launcher: str = ""  # who started this process: maniple, torchrun, mpirun, srun; "": a person
+    circle: str | None = None  # the engine that was asked for, one of CIRCLES
+    circle_deadline_s: float = CIRCLE_DEADLINE_S  # for so long a worker waits for the others in a round
+    master: str | None = None  # HOST:PORT where the workers of the circle torch meet
     producer: int = -1  # of a producer: which of its feed it is; -1: not told
     producers: int = 1  # of how many
     producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
@@ -85,8 +94,8 @@ class Place:
 
     @property
     def is_alone(self) -> bool:
-        """No launcher started this process."""
-        return self.segment is None and self.address is None
+        """No launcher started this process, or it started no other."""
+        return self.segment is None and self.address is None and self.world == 1
 
     def told(self, **values: Any) -> "Place":
         """This place with what the host has told of it."""
@@ -117,6 +126,11 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_LAUNCHER": place.launcher or None,
+        "MANIPLE_CIRCLE": place.circle,
+        "MANIPLE_CIRCLE_DEADLINE": place.circle_deadline_s,
+        "MASTER_ADDR": place.master.rpartition(":")[0] if place.master else None,
+        "MASTER_PORT": place.master.rpartition(":")[2] if place.master else None,
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
         "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
         "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
@@ -130,34 +144,36 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
     segment = None if address else env.get("MANIPLE_SEGMENT")
     address = address or env.get("MANIPLE_ADDRESS")
     if segment is None and address is None:
-        _refuse_other_launchers(env)
-        seed = _number(env, "MANIPLE_SEED", DEFAULT_SEED)
-        return Place(device=env.get("MANIPLE_DEVICE"), seed=seed, limits=asked_limits(env))
+        return _found_elsewhere(env)
     run = env.get("MANIPLE_RUN")
     return Place(
-        rank=_number(env, "RANK", 0),
-        world=_number(env, "WORLD_SIZE", 1),
-        local_rank=_number(env, "LOCAL_RANK", 0),
-        local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
+        rank=number(env, "RANK", 0),
+        world=number(env, "WORLD_SIZE", 1),
+        local_rank=number(env, "LOCAL_RANK", 0),
+        local_world=number(env, "LOCAL_WORLD_SIZE", 1),
         run=Path(run) if run else None,
         segment=Path(segment) if segment else None,
         rule=env.get("MANIPLE_RULE"),
         pace=env.get("MANIPLE_PACE"),
         device=env.get("MANIPLE_DEVICE"),
-        seed=_number(env, "MANIPLE_SEED", DEFAULT_SEED),
-        restarts=_number(env, "MANIPLE_RESTARTED", 0),
+        seed=number(env, "MANIPLE_SEED", DEFAULT_SEED),
+        restarts=number(env, "MANIPLE_RESTARTED", 0),
         address=address,
         token=_token(env),
-        certificate=_path(env, "MANIPLE_CERTIFICATE"),
-        key=_path(env, "MANIPLE_KEY"),
+        certificate=path_in(env, "MANIPLE_CERTIFICATE"),
+        key=path_in(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
-        host_deadline_s=_seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
         limits=asked_limits(env),
         controller=env.get("MANIPLE_CONTROLLER"),
         controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
-        producer=_number(env, "MANIPLE_PRODUCER", -1),
-        producers=_number(env, "MANIPLE_PRODUCERS", 1),
-        producer_number=_number(env, "MANIPLE_PRODUCER_NUMBER", -1),
+        launcher=env.get("MANIPLE_LAUNCHER", ""),
+        circle=asked_circle(env),
+        circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
+        master=meeting_point(env),
+        producer=number(env, "MANIPLE_PRODUCER", -1),
+        producers=number(env, "MANIPLE_PRODUCERS", 1),
+        producer_number=number(env, "MANIPLE_PRODUCER_NUMBER", -1),
     )
 
 
@@ -218,19 +234,42 @@ def _is_worker(env: Mapping[str, str]) -> bool:
     return "MANIPLE_RESTARTED" in env
 
 
-def _refuse_other_launchers(env: Mapping[str, str]) -> None:
-    world = env.get("WORLD_SIZE", "1")
-    if "RANK" in env and world.isdigit() and int(world) > 1:
+def refuse_center(place: Place) -> None:
+    """Raise InvalidArgument where workers of another launcher would each get a center of their own."""
+    if place.launcher not in {"", "maniple"}:
         raise InvalidArgument(
-            f"WORLD_SIZE={world} says that another launcher started this process, but maniple has no center "
-            f"for it: {world} separate models would be trained. "
-            f"Start the script with `maniple run -n {world} SCRIPT`, or unset RANK and WORLD_SIZE to train alone."
+            f"{place.launcher} has started {place.world} workers, but maniple has no center for them: {place.world} "
+            f"separate models would be trained. Start the script with `maniple run -n {place.world} SCRIPT`, choose a "
+            "rule of the circle, or unset the launcher's variables (RANK and WORLD_SIZE, say) to train alone."
         )
+
+
+def _found_elsewhere(env: Mapping[str, str]) -> Place:
+    """The place of a process that maniple has not started."""
+    alone = Place(
+        device=env.get("MANIPLE_DEVICE"),
+        seed=number(env, "MANIPLE_SEED", DEFAULT_SEED),
+        limits=asked_limits(env),
+        circle=asked_circle(env),
+        circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
+    )
+    if (started := started_by(env)) is None:
+        return alone
+    wishes = {name: env.get(f"MANIPLE_{name.upper()}") for name in ("rule", "pace", "wire")}
+    return alone.told(**asdict(started), **wishes)
+
+
+def asked_circle(env: Mapping[str, str] = os.environ) -> str | None:
+    """The engine of the circle that the environment asks for."""
+    circle = env.get("MANIPLE_CIRCLE") or None
+    if circle is not None and circle not in CIRCLES:
+        raise InvalidArgument(f"MANIPLE_CIRCLE={circle!r} is no circle (one of {', '.join(CIRCLES)}). Unset it.")
+    return circle
 
 
 def _token(env: Mapping[str, str]) -> str | None:
     """The run's token: itself, or in a file that only its owner can read."""
-    if (path := _path(env, "MANIPLE_TOKEN_FILE")) is None or env.get("MANIPLE_TOKEN"):
+    if (path := path_in(env, "MANIPLE_TOKEN_FILE")) is None or env.get("MANIPLE_TOKEN"):
         return env.get("MANIPLE_TOKEN")
     try:
         return path.read_text().strip()
@@ -243,32 +282,11 @@ def _token(env: Mapping[str, str]) -> str | None:
 def asked_limits(env: Mapping[str, str] = os.environ) -> Limits:
     """The limits that the environment tells."""
     limits = Limits(
-        max_batches=_number(env, "MANIPLE_MAX_BATCHES", 0),
-        max_epochs=_number(env, "MANIPLE_MAX_EPOCHS", 0),
-        total_duration=_seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
-        validate_every=_number(env, "MANIPLE_VALIDATE_EVERY", 0),
-        patience=_number(env, "MANIPLE_PATIENCE", 0),
+        max_batches=number(env, "MANIPLE_MAX_BATCHES", 0),
+        max_epochs=number(env, "MANIPLE_MAX_EPOCHS", 0),
+        total_duration=seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
+        validate_every=number(env, "MANIPLE_VALIDATE_EVERY", 0),
+        patience=number(env, "MANIPLE_PATIENCE", 0),
     )
     limits.check()
     return limits
-
-
-def _path(env: Mapping[str, str], name: str) -> Path | None:
-    text = env.get(name)
-    return Path(text) if text else None
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, str(default))
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidArgument(f"{name}={text!r} is no number of seconds. Unset it or give it one.") from None
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgument(f"{name}={text!r} is not a whole number. Unset it or give it one.") from None

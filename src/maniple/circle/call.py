@@ -1,0 +1,99 @@
+"""A call: what a worker asks of its circle, told to all others before any value travels, so that calls that do not
+fit together are an error for everybody, and not a hang or a wrong sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maniple.contracts import Array
+from maniple.errors import CallMismatch, InvalidArgument
+
+DTYPES = (
+    *("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("complex64", "complex128"),
+)
+OPS = ("sum", "mean", "min", "max", "prod")
+WIRES = ("float32", "float16", "bfloat16")
+_KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident")
+_SAME_SIZE = {"all_reduce", "reduce", "broadcast", "reside", "resident"}
+_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, as it is told to the others."""
+
+    kind: str
+    number: int  # the calls of this circle so far
+    dtype: str = "int64"
+    size: int = 0
+    op: str = "sum"
+    root: int = 0
+    wire: str = "float32"
+    weight: float = 1.0
+
+    def pack(self) -> Array:
+        """The call as 64 bytes."""
+        words = np.zeros(_FIELDS, np.int64)
+        names = (_KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op), WIRES.index(self.wire))
+        words[:7] = (*names, self.number, self.size, self.root)
+        words[7:].view(np.float64)[:] = self.weight
+        return words
+
+    @classmethod
+    def unpack(cls, words: Array) -> "Call":
+        """The call that another worker has told."""
+        kind, dtype, op, wire, number, size, root = (int(word) for word in words[:7])
+        weight = float(words[7:].view(np.float64)[0])
+        return cls(_KINDS[kind], number, DTYPES[dtype], size, OPS[op], root, WIRES[wire], weight)
+
+    def fits(self, other: "Call") -> bool:
+        """Both are the same call, but for what may differ: weights, and the sizes of what is gathered."""
+        mine, theirs = (
+            (call.kind, call.number, call.dtype, call.op, call.root, call.wire, call.size * (call.kind in _SAME_SIZE))
+            for call in (self, other)
+        )
+        return mine == theirs
+
+    def __str__(self) -> str:
+        words = [f"{self.dtype}[{self.size}]"]
+        words += [self.op] if self.kind in {"all_reduce", "reduce", "resident"} else []
+        words += [f"root={self.root}"] if self.kind in {"reduce", "broadcast", "gather", "scatter"} else []
+        words += [f"wire={self.wire}"] if self.wire != "float32" else []
+        return f"call {self.number}, {self.kind}({', '.join(words if self.kind != 'barrier' else ())})"
+
+
+def empty_words() -> Array:
+    """Room for a call of another worker."""
+    return np.empty(_FIELDS, np.int64)
+
+
+def compare(rank: int, calls: Sequence[Call]) -> None:
+    """Raise CallMismatch if the workers' calls, by their ranks, do not fit together; if so, then for every worker."""
+    for other, call in enumerate(calls):
+        if not calls[rank].fits(call):
+            raise CallMismatch(
+                f"worker {rank} made {calls[rank]}, but worker {other} made {call}. All workers make the same calls "
+                "in the same order, with the same dtype and size: look for a call that only some of them reach."
+            )
+
+
+def check_reduction(op: str, dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for what cannot be reduced."""
+    if op not in OPS:
+        raise InvalidArgument(f"op={op!r} is no way to put values together (one of {', '.join(OPS)}).")
+    check_values(dtype, wire)
+    if op == "mean" and dtype[0] in "iu":
+        raise InvalidArgument(f"{dtype} values have no mean of their own kind. Convert them to float64, or use sum.")
+    if op in {"min", "max"} and dtype.startswith("complex"):
+        raise InvalidArgument(f"{dtype} values have no order, so no {op}. Use sum, mean or prod.")
+
+
+def check_values(dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for what cannot travel."""
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"values of dtype {dtype} cannot be sent around (one of {', '.join(DTYPES)}).")
+    if wire not in WIRES:
+        raise InvalidArgument(f"wire={wire!r} is no way to send values in a circle (one of {', '.join(WIRES)}).")

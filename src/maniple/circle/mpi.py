@@ -1,0 +1,164 @@
+"""The circle over MPI (mpi4py), for workers that mpirun, mpiexec or srun has started.
+
+Each circle has a communicator of its own. Nothing waits inside MPI, which knows no deadlines: messages are begun, and
+looked after. A launcher of MPI usually ends all workers when one is killed. Where it does not, a dead worker of the
+same machine is known by its process, and any other by the deadline.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maniple.circle.link import Link, Message
+from maniple.circle.rounds import Rounds
+from maniple.contracts import Array
+from maniple.errors import CallMismatch, InvalidArgument, WaitedTooLong
+from maniple.place import CIRCLE_DEADLINE_S, Place
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise InvalidArgument(
+        f"the circle mpi needs mpi4py and a library of MPI, and they cannot be used: {error}. "
+        "Install the extra: pip install 'maniple[mpi]', and an MPI such as mpich."
+    ) from None
+
+_OPENING = 31013  # tags in the world's communicator, which the script may use too
+_AWAKE_S = 2e-3  # a short wait is passed awake
+_NAP_S = 1e-4
+_LOOK_S = 0.5  # how often those who are waited for are looked at
+_END_S = 3.0  # for MPI's own end after a failure, which may wait for the dead for ever
+_NOBODY = (0, 0, 0)
+_failures: list[str] = []
+
+
+class Mpi(Rounds):
+    """A circle on MPI (`contracts.Circle`)."""
+
+    name = "mpi"
+
+    @classmethod
+    def open(
+        cls, place: Place, name: str, *, deadline_s: float = CIRCLE_DEADLINE_S, deterministic: bool = False
+    ) -> "Mpi":
+        """Meet the other workers.
+
+        Args:
+            place: who am I; MPI must agree about the number of workers.
+            name: of this circle, the same for all workers, who open their circles in the same order.
+            deadline_s: how long a worker waits for the others in a round.
+            deterministic: it always is.
+        """
+        del deterministic
+        atexit.unregister(_end_soon)
+        atexit.register(_end_soon)
+        world = MPI.COMM_WORLD
+        if (world.rank, world.size) != (place.rank, place.world):
+            raise InvalidArgument(
+                f"MPI says worker {world.rank} of {world.size}, but the launcher says worker {place.rank} of "
+                f"{place.world}. Start all by the mpirun or mpiexec of the MPI that mpi4py uses ({_library()})."
+            )
+        link = Link(_Messages(world, {}), deadline_s)
+        mine = np.array([zlib.crc32(name.encode()), *_me()], np.int64)
+        told = {rank: np.empty_like(mine) for rank in link.others}
+        messages = [m for rank in link.others for m in link.receive(rank, told[rank], _OPENING)]
+        messages += [m for rank in link.others for m in link.send(rank, mine, _OPENING)]
+        link.finish(messages, f"open the circle {name!r}")
+        if others := [rank for rank, one in told.items() if one[0] != mine[0]]:
+            raise CallMismatch(
+                f"worker {place.rank} opens the circle {name!r}, worker {others[0]} another one. "
+                "All workers open their circles in the same order: look for a call that only some of them reach."
+            )
+        comm, request = world.Idup()
+        _await_dup(request, deadline_s)
+        who = {rank: (int(one[1]), int(one[2]), int(one[3])) for rank, one in told.items()}
+        return cls(Link(_Messages(comm, who), deadline_s))
+
+
+class _Messages:
+    """Messages over one communicator; `who` tells the process of each other worker."""
+
+    def __init__(self, comm: Any, who: dict[int, tuple[int, int, int]]) -> None:
+        self._comm, self._who = comm, who
+        self.rank, self.size = comm.rank, comm.size
+
+    def send(self, peer: int, data: Array, tag: int) -> Message:
+        return Message(peer, data, self._comm.Isend(data.view(np.uint8), peer, tag))
+
+    def receive(self, peer: int, data: Array, tag: int) -> Message:
+        return Message(peer, data, self._comm.Irecv(data.view(np.uint8), peer, tag))
+
+    def wait(self, messages: Sequence[Message], deadline_s: float) -> tuple[set[int], set[int]]:
+        begin = looked = time.monotonic()
+        dead: set[int] = set()
+        while not MPI.Request.Testall([message.work for message in messages]):
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                missing = {message.peer for message in messages if not message.work.Test()}
+                # What somebody had sent before he died may still come: he is lost at the second look.
+                if lost := dead & missing:
+                    return lost, set()
+                if now - begin > deadline_s:
+                    return set(), missing
+                dead, looked = {rank for rank in missing if self._is_dead(rank)}, now
+            if now - begin < _AWAKE_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
+        return set(), set()
+
+    def blame(self, lost: set[int], late: set[int]) -> tuple[set[int], set[int]]:
+        _failures.append("a worker is missing")
+        return lost, late
+
+    def close(self) -> None:
+        """The communicator is left to MPI's own end: to free it would be one more meeting of all, without deadline."""
+
+    def _is_dead(self, rank: int) -> bool:
+        pid, started, node = self._who.get(rank, _NOBODY)
+        return node == _me()[2] and _start_of(pid) != started
+
+
+def _end_soon() -> None:
+    """After a failure: MPI's own end is a meeting of all, and is not left out. The kernel ends who is stuck there."""
+    if _failures or getattr(sys, "last_value", None) is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _END_S)
+
+
+def _await_dup(request: Any, deadline_s: float) -> None:
+    begin = time.monotonic()
+    while not request.Test():
+        if time.monotonic() - begin > deadline_s:
+            raise WaitedTooLong(
+                f"MPI has made no communicator within {deadline_s:g} s, though all workers are there. "
+                "Look whether they open their circles in the same order."
+            )
+        time.sleep(_NAP_S)
+
+
+def _me() -> tuple[int, int, int]:
+    """This process, as others of the same machine and container can find it: number, start, and where."""
+    where = Path("/proc/sys/kernel/random/boot_id").read_text() + Path("/proc/self/ns/pid").readlink().name
+    return os.getpid(), _start_of(os.getpid()), zlib.crc32(where.encode())
+
+
+def _start_of(pid: int) -> int:
+    """When a process of this machine was started; 0 if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if words[0] in "ZX" else int(words[19])
+
+
+def _library() -> str:
+    return MPI.Get_library_version().split("\n")[0].strip("\0 ")

@@ -1,0 +1,76 @@
+"""Other launchers: what torchrun, mpirun and srun tell the processes that they start."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maniple.place.variables import number
+
+# The variables of rank, world, local rank and local world. Inside a job of Slurm, mpirun leaves the variables of srun
+# to be seen, and srun may set those of PMI: the surest signs come first.
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_SLURM = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """One process of many, as its launcher says."""
+
+    launcher: str
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    master: str | None  # HOST:PORT where they can meet
+
+
+def started_by(env: Mapping[str, str]) -> Started | None:
+    """Who has started this process together with others; None: nobody."""
+    if _has(env, "RANK", "WORLD_SIZE"):
+        return _started(env, "torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+    for names in (_OPEN_MPI, _MPICH):
+        if _has(env, *names):
+            return _started(env, "mpirun", names)
+    if _has(env, *_SLURM):
+        local_world = _tasks_here(env.get("SLURM_STEP_TASKS_PER_NODE", ""), number(env, "SLURM_NODEID", 0))
+        return _started(env, "srun", [*_SLURM, ""], local_world=local_world)
+    return _started(env, "mpirun", _MPICH) if _has(env, *_MPICH[:2]) else None
+
+
+def meeting_point(env: Mapping[str, str], *, in_step: bool = False) -> str | None:
+    """Where the workers of torch.distributed meet: as told, or on the first node of a step of Slurm."""
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if in_step and not address:
+        address = _first_node(env.get("SLURM_STEP_NODELIST", ""))
+    if in_step and not port:  # the same for all workers of the step, and another one for each step
+        port = str(20000 + (7 * number(env, "SLURM_JOB_ID", 0) + number(env, "SLURM_STEP_ID", 0)) % 10000)
+    return f"{address}:{port}" if address and port else None
+
+
+def _has(env: Mapping[str, str], *names: str) -> bool:
+    """All are set, and the second, the world, is more than one worker."""
+    return all(name in env for name in names) and env[names[1]].isdigit() and int(env[names[1]]) > 1
+
+
+def _started(env: Mapping[str, str], launcher: str, names: list[str], *, local_world: int = 1) -> Started:
+    rank, world, local_rank = (number(env, name, 0) for name in names[:3])
+    local_world = number(env, names[3], local_world)
+    return Started(launcher, rank, world, local_rank, local_world, meeting_point(env, in_step=launcher == "srun"))
+
+
+def _tasks_here(tasks: str, node: int) -> int:
+    """How many tasks node number `node` has: of 2(x3),1 it is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _first_node(nodes: str) -> str:
+    """Of node-[01-04,7],other it is node-01."""
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return nodes.partition(",")[0]
+    numbers, _, suffix = rest.partition("]")
+    return prefix + numbers.partition(",")[0].partition("-")[0] + suffix.partition(",")[0]

@@ -1,0 +1,213 @@
+"""One rank of the circles under test: makes all calls of the list, and writes down what came of them.
+
+python circle_worker.py ENGINE FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from maniple.circle.calls import Calls
+from maniple.contracts import Circle
+from maniple.errors import ManipleError
+from maniple.place import Place, find
+from tests.contract.circle_cases import Case, cases
+
+
+def open_circle(engine: str, place: Place, name: str, *, deadline_s: float = 60.0) -> Circle:
+    """The circle under test."""
+    if engine == "torch":
+        from maniple.circle.torch import Torch
+
+        return Torch.open(place, name, deadline_s=deadline_s)
+    if engine == "mpi":
+        from maniple.circle.mpi import Mpi
+
+        return Mpi.open(place, name, deadline_s=deadline_s)
+    raise AssertionError(f"no engine {engine}")
+
+
+def make(circle: Circle, case: Case) -> list[np.ndarray]:
+    """What this rank gets of one case."""
+    rank, world = circle.rank, len(circle.ranks)
+    x, root, weight = case.values(rank), case.root(world), case.weight(rank)
+    before = x.copy()
+    if case.kind == "all_reduce":
+        out = np.full_like(x, 7)
+        circle.all_reduce(x, out, case.op, weight=weight, wire=case.wire)
+        assert x.tobytes() == before.tobytes(), "x stays as it is"
+        done = circle.all_reduce(x, x, case.op, weight=weight, wire=case.wire)
+        assert done.ranks == tuple(r for r in circle.ranks if case.op != "mean" or case.weight(r))
+        return [out, x if done.weight else out, np.array(done.weight)]
+    if case.kind == "reduce":
+        out = np.full_like(x, 7) if rank == root else None
+        done = circle.reduce(x, out, case.op, root=root, weight=weight, wire=case.wire)
+        assert x.tobytes() == before.tobytes(), "x stays as it is"
+        return [np.array(done.weight)] + ([out] if out is not None else [])
+    if case.kind == "broadcast":
+        circle.broadcast(x, root=root, wire=case.wire)
+        return [x]
+    if case.kind == "gather":
+        return circle.gather(x, root=root, wire=case.wire) or []
+    if case.kind == "all_gather":
+        return circle.all_gather(x, wire=case.wire)
+    if case.kind == "scatter":
+        parts = [case.values(r) for r in range(world)] if rank == root else None
+        return [circle.scatter(parts, root=root, dtype=case.dtype, wire=case.wire)]
+    resident = circle.reside({"float32": case.size, "float64": 3}, wire=case.wire)
+    results = []
+    for number in range(3):
+        resident.flat["float32"][:] = x * (number + 1)
+        resident.flat["float64"][:] = rank
+        done = resident.all_reduce(case.op, weight=weight)
+        results += [resident.flat["float32"].copy(), resident.flat["float64"].copy(), np.array(done.weight)]
+    return results
+
+
+def mismatches(circle: Circle) -> dict[str, str]:
+    """Calls that do not fit together: the error of each, and that the circle goes on after it."""
+    is_odd = circle.rank == len(circle.ranks) - 1
+    x = np.ones(5, np.float32)
+    wrong = {
+        "kind": lambda: circle.barrier() if is_odd else circle.all_gather(x),
+        "dtype": lambda: circle.all_gather(x.astype(np.float64) if is_odd else x),
+        "size": lambda: circle.all_reduce(x[:3].copy() if is_odd else x, x[:3].copy() if is_odd else x.copy(), "sum"),
+        "op": lambda: circle.all_reduce(x, x.copy(), "max" if is_odd else "min"),
+        "root": lambda: circle.broadcast(x, root=1 if is_odd else 0),
+        "reside": lambda: circle.reside({"float32": 5 + is_odd}),
+        "resident": lambda: circle.reside({"float32": 5}).all_reduce("max" if is_odd else "min"),
+    }
+    said = {}
+    for name, act in wrong.items():
+        try:
+            act()
+            said[name] = "nothing"
+        except ManipleError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        again = np.empty_like(x)
+        circle.all_reduce(x, again, "sum")
+        assert again.tolist() == [len(circle.ranks)] * 5
+    return said
+
+
+def two_at_once(engine: str, place: Place, first: Circle) -> list[int]:
+    """Two circles of one process, called in turn and unlike each other."""
+    second = open_circle(engine, place, f"second-{place.world}")
+    seen = []
+    for number in range(5):
+        a, b = np.array([number]), np.array([100 * number, 1])
+        first.all_reduce(a, a, "sum")
+        second.all_reduce(b, b, "sum")
+        seen += [int(a[0]), int(b[0])]
+    second.close()
+    return seen
+
+
+def user_calls(circle: Circle) -> dict[str, object]:
+    """What a user's calls give, with the types that go in."""
+    calls, rank = Calls(circle), circle.rank
+    said: dict[str, object] = {
+        "number": calls.all_reduce(rank + 1.0, "sum"),
+        "mean of whole numbers": calls.all_reduce(rank),
+        "strides": calls.all_reduce(np.arange(12.0).reshape(3, 4).T[::2], "sum").tolist(),
+        "weighted": calls.all_reduce(np.array(float(rank)), weight=rank).tolist(),
+        "gathered": [one.tolist() for one in calls.all_gather(np.full((rank, 2), rank))],
+        "gathered by one": None if (got := calls.gather(rank, root=0)) is None else got,
+        "scattered": calls.scatter(np.arange(10).reshape(5, 2) if rank == 0 else None).tolist(),
+        "scattered list": calls.scatter([np.full(r, r, "f4") for r in circle.ranks] if rank == 0 else None).tolist(),
+        "broadcast": calls.broadcast(np.full((2, 1), rank), root=len(circle.ranks) - 1).tolist(),
+        "reduced": calls.reduce(np.array([rank]), "max", root=0),
+    }
+    said["reduced"] = None if said["reduced"] is None else said["reduced"].tolist()
+    calls.barrier()
+    if circle.name == "torch":
+        said |= tensor_calls(calls, circle)
+    return said
+
+
+def tensor_calls(calls: Calls, circle: Circle) -> dict[str, object]:
+    import torch
+
+    rank, world = circle.rank, len(circle.ranks)
+    half = torch.full((2, 3), rank + 1.0, dtype=torch.bfloat16)
+    same = calls.all_reduce(half, "sum", out=half)
+    x = torch.full((3,), float(rank), requires_grad=True)
+    y = calls.all_reduce(x, "mean", weight=rank + 1.0)
+    (y * (rank + 1)).sum().backward()
+    from maniple.circle.device import Tensors
+
+    found = {}
+    for name, wire, is_ordered, op in (
+        ("own", "float32", False, "mean"),
+        ("ordered", "float32", True, "sum"),
+        ("half", "bfloat16", False, "mean"),
+        ("max", "float16", False, "max"),
+    ):
+        resident = Tensors(circle, {"float32": 7}, wire, "cpu", is_ordered=is_ordered)
+        resident.flat["float32"].copy_(torch.arange(7) + rank)
+        done = resident.all_reduce(op, weight=float(rank))
+        found[name] = [done.weight, *resident.flat["float32"].tolist()]
+    return {
+        "bfloat16": [str(same.dtype), same is half, same.float().tolist()],
+        "detached": calls.all_reduce(x, "max").requires_grad,
+        "graph": [y.tolist(), x.grad.tolist()],
+        "tensor scatter": str(calls.scatter(torch.arange(world, dtype=torch.bfloat16) if rank == 0 else None)),
+        "device": found,
+    }
+
+
+def die_or_hang(circle: Circle, how: str) -> None:
+    """Rounds until the last rank dies or hangs."""
+    resident = circle.reside({"float32": 1000})
+    for number in range(100_000):
+        resident.flat["float32"][:] = 1
+        resident.all_reduce("sum")
+        if number == 20 and circle.rank == len(circle.ranks) - 1:
+            print(f"rank {circle.rank} goes", flush=True)
+            if how == "raise":
+                raise RuntimeError("an error of the script")
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    raise AssertionError("nobody has noticed")
+
+
+def look(engine: str, place: Place, folder: Path) -> None:
+    """Make all calls in a world of this size, and write down what came of them."""
+    circle = open_circle(engine, place, f"first-{place.world}")
+    results = {f"{i}.{j}": one for i, case in enumerate(cases(place.world)) for j, one in enumerate(make(circle, case))}
+    said = {
+        "mismatches": mismatches(circle) if place.world > 1 else {},
+        "calls": user_calls(circle),
+        "two": two_at_once(engine, place, circle),
+        "name": circle.name,
+    }
+    circle.close()
+    np.savez(folder / f"{place.world}-{place.rank}.npz", **results)
+    (folder / f"{place.world}-{place.rank}.json").write_text(json.dumps(said))
+
+
+def main() -> None:
+    engine, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    place = find()
+    if how == "look":
+        # Torch takes its time to be imported: the first ranks of the largest world are also those of the smaller ones.
+        worlds = range(1, 5) if engine == "torch" else [place.world]
+        for world in worlds:
+            if place.rank < world:
+                look(engine, place.told(world=world), folder)
+        return
+    circle = open_circle(engine, place, "first", deadline_s=5.0)
+    try:
+        die_or_hang(circle, how)
+    except ManipleError as error:
+        print(f"rank {circle.rank} {type(error).__name__} {error}", flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()
