@@ -5,13 +5,15 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
     cli                            the command
     session                        settings from files and variables
     launch                         starts workers and looks after them
-    controller                     answers the workers' questions
+    controller | model             answers the workers' questions; trains a class of the user's own
     host | worker                  the owner of a run; a process that trains
     client | sampler | decisions | feed | circle  named arrays at a host; which samples a worker takes; train, validate
                                    or stop; batches that others make; the workers as equals
     center                         the shared parameters
-    rules | pace | wire | adapters  what an exchange does, when it is due, how processes talk, models as flat arrays
-    record | layout | place | bell  the run folder, places in the flat vector, who am I, waking those who wait
+    rules | pace | schedules | wire | adapters  what an exchange does, when it is due, learning rates, how processes
+                                   talk, models as flat arrays
+    record | layout | place | bell | spec  the run folder, places in the flat vector, who am I, waking those who wait,
+                                   classes of users
     contracts                      what the parts must offer to each other
     errors
 """
@@ -25,6 +27,7 @@ from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
+    from maniple.cli.session import Session
     from maniple.client import Client
     from maniple.controller import Controller
     from maniple.feed.prefetch import Prefetch
@@ -48,6 +51,7 @@ __all__ = [
     "RateLimit",
     "Replica",
     "Rule",
+    "Session",
     "StopAfter",
     "Worker",
     "join",
@@ -59,6 +63,7 @@ _LATER = {  # so that `import maniple` stays light
     "Controller": "maniple.controller",
     "Feed": "maniple.feed.producer",
     "Prefetch": "maniple.feed.prefetch",
+    "Session": "maniple.cli.session",
 }
 
 

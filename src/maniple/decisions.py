@@ -7,7 +7,7 @@ stop         when `patience` validations in a row were no better than the best, 
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,14 @@ _LONGEST_REASON = 2000  # it travels with every beat
 Holder = tuple[int, int]  # rank and incarnation of a worker's process
 
 
+class Part(msgspec.Struct):
+    """What one worker has found on its part of the validation data."""
+
+    batches: int
+    weight: float
+    means: dict[str, float | None]  # None: not a number
+
+
 class Known(msgspec.Struct):
     """All that is known; it is kept beside the center and in snapshots."""
 
@@ -32,10 +40,13 @@ class Known(msgspec.Struct):
     bests: int = 0  # how often there was a new one
     misses: int = 0  # validations since the best one
     reason: str = ""  # to stop
+    kept: int = 0  # the newest epoch whose center was kept
+    parts: dict[str, dict[str, Part]] = {}  # of validations that are not complete: by epoch, by rank
 
     def begin_again(self) -> None:
         """A run goes on after its end: what made it stop holds no longer."""
         self.started, self.reason, self.misses, self.validator = 0.0, "", 0, None
+        self.parts = {}
 
 
 class Powers(Protocol):
@@ -46,6 +57,7 @@ class Powers(Protocol):
     def keep_candidate(self) -> None: ...
     def discard_candidate(self) -> None: ...
     def keep_best(self, number: int) -> None: ...
+    def keep_epoch(self, number: int) -> str | None: ...
 
 
 class Decisions:
@@ -101,7 +113,7 @@ class Decisions:
         return max(_SOONEST_S, rest_s)
 
     def answer(self, who: Holder, request: str, info: Mapping[str, Any], *, is_finished: bool = False) -> Any:
-        """The answer to one of the three requests that need no controller of one's own."""
+        """The answer to one of the requests that need no controller of one's own."""
         powers = self.powers
         if request == "next":
             self.count(who, 0, 0, count_of(info, "done", request))
@@ -109,20 +121,21 @@ class Decisions:
             if verdict == "validate" and powers is not None:
                 powers.keep_candidate()
             return verdict
+        if request == "validated" and "of" in info:
+            means = self._gathered(who, info)
+            is_best = means is not None and self._settled(who, number_of(means, "loss", request))
+            return {"best": is_best, "stop": bool(self.known.reason), "means": means}
         if request == "validated":
-            is_best = False
-            loss = number_of(info, "loss", request)
-            if self.known.validator in {None, who}:  # else it was given up, and another looks at another center
-                is_best = self.validated(who, loss)
-                if powers is not None:
-                    powers.keep_best(self.known.bests) if is_best else powers.discard_candidate()
+            is_best = self._settled(who, number_of(info, "loss", request))
             return {"best": is_best, "stop": bool(self.known.reason)}
+        if request == "keep":
+            return {"name": self._keep(count_of(info, "epoch", request))}
         if request == "stop":
             self.stop(str(info.get("reason", "")))
             return {"stop": True}
         raise InvalidArgument(
-            f"nobody here answers {request!r}. The controller knows 'next', 'validated' and 'stop'; for more, derive "
-            "a class from maniple.Controller and give it by --controller FILE.py:CLASS."
+            f"nobody here answers {request!r}. The controller knows 'next', 'validated', 'keep' and 'stop'; for more, "
+            "derive a class from maniple.Controller and give it by --controller FILE.py:CLASS."
         )
 
     def next(self, who: Holder) -> str:
@@ -141,6 +154,35 @@ class Decisions:
             return "train"
         known.validator, known.validated_at = who, self.batches
         return "validate"
+
+    def _settled(self, who: Holder, loss: float) -> bool:
+        """The center's loss is known; True if it is the best so far, and kept."""
+        if self.known.validator not in {None, who}:  # it was given up, and another looks at another center
+            return False
+        is_best, powers = self.validated(who, loss), self.powers
+        if powers is not None:
+            powers.keep_best(self.known.bests) if is_best else powers.discard_candidate()
+        return is_best
+
+    def _keep(self, epoch: int) -> str | None:
+        """Keep the center after an epoch, for the first who asks for it; gives the snapshot's name."""
+        if self.powers is None or epoch <= self.known.kept:
+            return None
+        self.known.kept = epoch
+        return self.powers.keep_epoch(epoch)
+
+    def _gathered(self, who: Holder, info: Mapping[str, Any]) -> dict[str, float] | None:
+        """Note what a worker has found on its part; the means over all parts, once there are as many as `of`."""
+        known, epoch = self.known, count_of(info, "epoch", "validated")
+        parts = known.parts.setdefault(str(epoch), {})
+        if not parts and self.powers is not None:
+            self.powers.keep_candidate()
+        weight, batches = number_of(info, "weight", "validated"), count_of(info, "batches", "validated")
+        parts[str(who[0])] = Part(batches, weight, dict(info.get("means", {})))
+        if sum(part.batches for part in parts.values()) < count_of(info, "of", "validated"):
+            return None
+        known.parts = {key: later for key, later in known.parts.items() if int(key) > epoch}
+        return combined([(part.means, part.weight) for part in parts.values()])
 
     def validated(self, who: Holder, loss: float) -> bool:
         """A worker has found the center's loss; True if it is the best so far."""
@@ -161,6 +203,17 @@ class Decisions:
     def stop(self, reason: str) -> None:
         """Let everybody stop."""
         self.known.reason = self.known.reason or reason[:_LONGEST_REASON] or "somebody asked for it"
+
+
+def combined(parts: Sequence[tuple[Mapping[str, float | None], float]]) -> dict[str, float]:
+    """The means over all parts, of the means over each and its weight."""
+    total = sum(weight for _, weight in parts) or math.nan
+    names = dict.fromkeys(name for means, _ in parts for name in means)
+    return {name: sum(_number(means.get(name)) * weight for means, weight in parts) / total for name in names}
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # JSON has no such number
 
 
 def number_of(info: Mapping[str, Any], name: str, request: str) -> float:

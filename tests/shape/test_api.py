@@ -12,7 +12,7 @@ from maniple.cli import cli
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
         "ASGD", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit",
-        "Replica", "Rule", "StopAfter", "Worker", "join",
+        "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -33,7 +33,9 @@ def test_clients_offer_these_calls():
 def test_controllers_offer_these_members():
     members = {name for name in dir(maniple.Controller) if not name.startswith("_")}
     assert members == {"batches", "handle_control", "is_stopping", "live", "samples", "serve", "stop"}
-    assert list(inspect.signature(maniple.Worker.sampler).parameters) == ["self", "data", "static", "shuffle", "chunk"]
+    assert list(inspect.signature(maniple.Worker.sampler).parameters) == [
+        "self", "data", "static", "shuffle", "chunk", "validation",
+    ]  # fmt: skip
     assert list(inspect.signature(maniple.Worker.ask).parameters) == ["self", "request", "timeout_s", "info"]
 
 
@@ -48,6 +50,17 @@ def test_workers_and_replicas_offer_these_members():
         "ask", "device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
     }  # fmt: skip
     assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
+
+
+def test_models_and_sessions_offer_these_members():
+    from maniple import model, schedules
+
+    assert schedules.__all__ == ["Schedule", "cosine", "poly", "scaled", "set_lr", "step", "warm_up"]
+    assert model.__all__ == ["Recorder", "top_errors"]
+    assert {name for name in dir(maniple.Session) if not name.startswith("_")} == {
+        "end", "folder", "is_running", "start", "wait",
+    }  # fmt: skip
+    assert list(inspect.signature(maniple.Session).parameters) == ["model", "script", "args", "options"]
 
 
 SETTINGS = [
@@ -73,19 +86,23 @@ SETTINGS = [
                 "--feed",
                 "--hosts",
                 "--listen",
+                "--model",
+                "--model-arg",
                 "--no-bind",
                 "--producers",
                 "--restarts",
+                "--snapshot-epochs",
                 "--workers",
                 "-n",
             ],
         ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
+        ("record", ["--plot"]),
         ("join", ["--certificate", "--device", "--token-file"]),
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["join", "run", "serve"]
+    assert sorted(cli.commands) == ["join", "record", "run", "serve"]
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"

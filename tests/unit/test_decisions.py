@@ -234,7 +234,7 @@ def test_loss_without_a_number_in_json_is_no_best(loss):
 
 
 def test_unknown_request_is_refused_with_those_that_are_known():
-    with pytest.raises(InvalidArgument, match=r"'nxet'.*'next', 'validated' and 'stop'.*--controller"):
+    with pytest.raises(InvalidArgument, match=r"'nxet'.*'next', 'validated', 'keep' and 'stop'.*--controller"):
         decided().answer(A, "nxet", {})
 
 

@@ -129,6 +129,9 @@ def test_what_was_asked_for_is_written_down():
         "snapshot_every": 300.0,
         "feeds": [],
         "producers": 1,
+        "model": None,
+        "model_args": [],
+        "snapshot_epochs": None,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected
 

@@ -1,5 +1,6 @@
 """The command `maniple`."""
 
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -9,15 +10,18 @@ import click
 
 import maniple
 from maniple.cli.join import join
+from maniple.cli.record import record
 from maniple.cli.settings import settings
-from maniple.errors import ManipleError
+from maniple.errors import InvalidArgument, ManipleError
 from maniple.launch import Job, Listen, run_local
 from maniple.pace import Every, RateLimit
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES, Limits
 from maniple.rules import parse_rule
 from maniple.session import Configured
+from maniple.spec import split
 from maniple.wire.address import Address
 
+_OF_MODEL = ("model", "model_args", "snapshot_epochs")
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
@@ -32,6 +36,7 @@ def cli() -> None:
       maniple run -n 4 train.py --lr 0.1              on this machine
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
+      maniple record runs/last                        where the time of a --model went
     """
 
 
@@ -86,11 +91,29 @@ def cli() -> None:
     help="Two runs make the same to the bit: fixed shares of the samples, seeds, torch's deterministic algorithms.",
 )
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
+@click.option(
+    "--model",
+    metavar="FILE.py:CLASS",
+    help="Train the model of this class, by maniple's own loop, instead of a SCRIPT.",
+)
+@click.option(
+    "--model-arg",
+    "model_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An entry of the model's config; may be given several times.",
+)
+@click.option(
+    "--snapshot-epochs",
+    type=int,
+    metavar="K",
+    help="Keep the center after every K epochs of the model, with optimizer and record. Default: as the class says.",
+)
 @settings
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script", type=click.Path(path_type=Path), required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
-    """Run SCRIPT on several workers, of this machine or of --hosts.
+    """Run SCRIPT, or the loop for a --model, on several workers, of this machine or of --hosts.
 
     What follows SCRIPT is its own: {rank} and {world} in it become each worker's numbers. The run folder
     (runs/NAME) gets the events, the logs of each worker and the shared parameters.
@@ -104,6 +127,7 @@ def run(**options: Any) -> None:
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
       maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
       maniple run -n 4 --feed produce.py --producers 2 train.py
+      maniple run -n 2 --model models/net.py:Net --rule easgd
       maniple run session.yaml                              script, arguments and options from a file
 
     Each option is also a key of session files, of ./.maniple.yaml and ~/.config/maniple.yaml (maximum_rate: 0.1),
@@ -157,6 +181,10 @@ def _job(
     hosts: str = "",
     **rest: Any,
 ) -> Job:
+    if "script" in rest:
+        rest["script"] = _program(rest["script"], rest["model"], rest["args"])
+    else:  # a host alone
+        rest |= {name: Job.__dataclass_fields__[name].default for name in _OF_MODEL if name in rest}
     limits = Limits(**{part.name: rest.pop(part.name) for part in fields(Limits)})
     given, nodes = _split(devices), _split(hosts) if "script" in rest else ()
     if nodes:
@@ -178,11 +206,26 @@ def _job(
     return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, **rest)
 
 
+def _program(script: Path | None, model: str | None, args: tuple[str, ...]) -> Path:
+    """The file that the workers run: a script, or that of a model's class."""
+    if model is None:
+        if script is None:
+            raise click.UsageError("Missing argument 'SCRIPT'. Name a script, or a class by --model FILE.py:CLASS.")
+        return script
+    if script is not None or args:
+        raise InvalidArgument(
+            f"--model {model} is trained by maniple's own loop, but there is also {str(script or shlex.join(args))!r} "
+            "to run. Leave one of them out; settings of the class are given by --model-arg NAME=VALUE."
+        )
+    return split(model, "--model")[0]
+
+
 def _split(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
 cli.add_command(join)
+cli.add_command(record)
 
 
 def main() -> None:

@@ -56,8 +56,8 @@ def settings(command: Command) -> Command:
             ),
             click.option(
                 "--snapshot",
-                metavar="NUMBER|best",
-                help="With --resume: from this snapshot, or the best one validated, not from the newest.",
+                metavar="NUMBER|best|epoch-N",
+                help="With --resume: from this snapshot, the best one validated or an epoch's, not from the newest.",
             ),
             click.option(
                 "--snapshot-every",

@@ -10,12 +10,16 @@ from maniple.decisions import Decisions, Holder
 class Controller:
     """Answers `worker.ask(request, **info)`. This one is the default; derive from it and override `handle_control`.
 
-    It knows three requests:
+    It knows four requests:
 
         next       info: done (batches made since the last time; not needed where a model is shared)
                    answer: "train", "validate" (you alone; look at the center) or "stop"
         validated  info: loss (of the center)
                    answer: {"best": true if it was the best so far, "stop": true if it was the last}
+                   or info: means, weight, batches, of, epoch: what was found on a part of the data. The answer has
+                   the means over all parts as `means` once they make `of` batches
+        keep       info: epoch. Keep the center as a snapshot; answer: {"name": "epoch-0003"}, in the run's folder
+                   `center`, for the first who asks, and None for all others
         stop       info: reason. Everybody stops
 
     Questions come one at a time, from all workers. An exception in the handler is raised where the question was

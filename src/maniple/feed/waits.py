@@ -7,12 +7,18 @@ from maniple.record import Events
 _EVERY_S = 0.5
 
 _events = Events(None)
+_lost_s = 0.0
 
 
 def report_to(events: Events) -> None:
     """From now on rows go to `events`, those of the worker that has joined."""
     global _events  # noqa: PLW0603 - one process is one worker
     _events = events
+
+
+def lost_s() -> float:
+    """The seconds that this process has waited for batches so far."""
+    return _lost_s
 
 
 class Waits:
@@ -25,6 +31,8 @@ class Waits:
 
     def add(self, seconds: float, batches: int = 1) -> None:
         """The loop stood still for so long to get so many batches."""
+        global _lost_s  # noqa: PLW0603 - one process is one worker
+        _lost_s += seconds
         self._seconds += seconds
         self._batches += batches
         if time.monotonic() - self._told >= _EVERY_S:

@@ -2,6 +2,7 @@
 
 center/candidate             the center as it was when the last validation began
 center/best -> best-000003   the one whose validation was the best
+center/epoch-0004            the center after 4 epochs, where somebody asked for it
 """
 
 import shutil
@@ -18,8 +19,9 @@ class Best:
 
     def __init__(self, folder: Path, write: Callable[[str], Path | None]) -> None:
         self._folder, self._write = folder, write
-        for path in folder.glob(f".{_CANDIDATE}.*"):  # of a server that was killed while writing it
-            shutil.rmtree(path, ignore_errors=True)
+        for name in (_CANDIDATE, "epoch-*"):
+            for path in folder.glob(f".{name}.*"):  # of a server that was killed while writing it
+                shutil.rmtree(path, ignore_errors=True)
 
     def keep_candidate(self) -> None:
         """Keep the center as it is now."""
@@ -42,6 +44,10 @@ class Best:
             candidate.rename(path)
         point(self._folder / "best", path.name)
         return path
+
+    def keep_epoch(self, number: int) -> Path | None:
+        """Keep the center as it is now, after so many epochs."""
+        return self._write(f"epoch-{number:04d}")
 
     def prune(self, number: int) -> None:
         """Remove what was the best before."""

@@ -102,6 +102,13 @@ class Desk:
         if (path := self._trying(lambda: self._best.keep(number))) is not None:
             self._events.write("best", loss=self._controller.decisions.known.best, name=path.name)
 
+    def keep_epoch(self, number: int) -> str | None:
+        """Keep the center as it is now, after so many epochs; gives the snapshot's name."""
+        path = self._trying(lambda: self._best.keep_epoch(number))
+        if path is not None:
+            self._events.write("snapshot", name=path.name)
+        return None if path is None else path.name
+
     def beat(self, who: Holder, steps: int, samples: int) -> tuple[float, str]:
         """A worker tells how far it is; gives when to hear of it again, and why it should stop.
 

@@ -2,19 +2,22 @@
 
 import difflib
 import itertools
+import re
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
-from maniple.controller.loading import arguments, split
 from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
 from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
+from maniple.spec import arguments, split
 from maniple.wire.codecs import codec
+
+_SNAPSHOT = re.compile(r"\d+|best|epoch-\d+")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Job:
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
     feeds: tuple[str, ...] = ()  # scripts that produce batches, each with its arguments
     producers: int = 1  # how many copies of each
+    model: str | None = None  # FILE.py:CLASS, trained by the loop that is ours; then `script` is the file
+    model_args: tuple[str, ...] = ()  # NAME=VALUE
+    snapshot_epochs: int | None = None  # keep a snapshot after so many epochs of the model; None: as the class says
 
     def check(self) -> None:
         """Raise InvalidArgument if the job cannot be started."""
@@ -68,8 +74,10 @@ class Job:
         self._check_circle()
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
-        if self.snapshot is not None and not (self.snapshot.isdigit() or self.snapshot == "best"):
-            raise InvalidArgument(f"--snapshot {self.snapshot} is no snapshot. Write its number, or `best`.")
+        if self.snapshot is not None and not _SNAPSHOT.fullmatch(self.snapshot):
+            raise InvalidArgument(
+                f"--snapshot {self.snapshot} is no snapshot. Write its number, `best` or `epoch-0003`."
+            )
         if self.resume is not None and self.name is not None:
             raise InvalidArgument("--resume goes on in the run's own folder, so --name cannot be given. Leave one out.")
         if self.wire is not None:
@@ -80,12 +88,25 @@ class Job:
         elif self.controller_args:
             raise InvalidArgument("--controller-arg is for a controller of one's own. Add --controller FILE.py:CLASS.")
         arguments(self.controller_args)
+        self._check_model()
         if self.listen is not None:
             self.listen.check()
         _check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
+
+    def _check_model(self) -> None:
+        if self.model is not None:
+            split(self.model, "--model")
+        elif self.model_args or self.snapshot_epochs is not None:
+            raise InvalidArgument(
+                "--model-arg and --snapshot-epochs are for the class of a model, and none was given. "
+                "Add --model FILE.py:CLASS."
+            )
+        arguments(self.model_args, "--model-arg")
+        if self.snapshot_epochs is not None and self.snapshot_epochs < 0:
+            raise InvalidArgument(f"--snapshot-epochs {self.snapshot_epochs} is below 0. Write 5; 0 keeps none.")
 
     def _check_circle(self) -> None:
         if not self.circle_deadline_s > 0:
@@ -133,7 +154,18 @@ class Job:
             **asdict(self.limits),
             "feeds": list(self.feeds),
             "producers": self.producers,
+            "model": str(Path(self.model).resolve()) if self.model else None,  # CLASS goes along
+            "model_args": list(self.model_args),
+            "snapshot_epochs": self.snapshot_epochs,
         }
+
+    @property
+    def command(self) -> list[str]:
+        """What a worker's interpreter runs, before its arguments."""
+        if self.model is None:
+            return [str(self.script)]
+        words = ["-m", "maniple.model", self.model, *(f"--model-arg={arg}" for arg in self.model_args)]
+        return words if self.snapshot_epochs is None else [*words, f"--snapshot-epochs={self.snapshot_epochs}"]
 
     def arguments(self, rank: int) -> list[str]:
         """The script's arguments for one worker: `{rank}` and `{world}` stand for its own numbers."""

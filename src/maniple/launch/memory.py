@@ -25,6 +25,9 @@ def remembered(job: Job, run: Path) -> Job:
     known = {name: before.get(name) for name in ("rule", "pace", "wire", "seed") if getattr(job, name) is None}
     if job.controller is None and before.get("controller"):
         known |= {"controller": before["controller"], "controller_args": tuple(before["controller_args"])}
+    if job.model is not None and before.get("model"):
+        known |= {} if job.model_args else {"model_args": tuple(before["model_args"])}
+        known |= {} if job.snapshot_epochs is not None else {"snapshot_epochs": before["snapshot_epochs"]}
     if job.script is None and job.limits == Limits():
         known["limits"] = Limits(**{part.name: before[part.name] for part in fields(Limits) if part.name in before})
     return replace(job, **known)

@@ -45,7 +45,7 @@ class Process(Child):
     @property
     def command(self) -> list[str]:
         """The script, as this worker runs it."""
-        return [sys.executable, str(self._job.script), *self._job.arguments(self.rank)]
+        return [sys.executable, *self._job.command, *self._job.arguments(self.rank)]
 
     def start(self) -> None:
         """Start the script."""

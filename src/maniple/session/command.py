@@ -38,9 +38,6 @@ class Configured(click.Command):
         runs_script = any(param.name == "script" for param in self.params)
         session = Session(ctx, typed, option_keys(self), _all_options(ctx), runs_script=runs_script)
         ctx.default_map = session.defaults
-        if "show_settings" in typed:
-            no_script = runs_script and "script" not in typed  # and none is needed: any word will do
-            args = [*args, "-"] if no_script else args
         rest = super().parse_args(ctx, args)
         session.apply(ctx.params)
         if "show_settings" in typed:

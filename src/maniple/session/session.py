@@ -41,6 +41,7 @@ class Session:
         self._notes: list[str] = []
         sources = [from_variables(context, options), *self._files(known | options)]
         given = {key for key, option in options.items() if option.name in typed}
+        given |= {"script"} if "script" in typed and self._path is None else set()
         has_default = {key for key, option in options.items() if option.default and isinstance(option.default, str)}
         mine = {*options, *(OF_SESSION if runs_script else ())}
         self.settled = {key: one for key, one in settle(given, sources, has_default).items() if key in mine}
@@ -60,7 +61,8 @@ class Session:
             params["session"] = self._path
         if self._path is not None and self._runs_script:
             if _starts_together(self.settled):
-                params["script"], params["args"] = self._script(), params["args"] or self._arguments()
+                params["script"] = None if _is_model(params, self.settled) else self._script()
+                params["args"] = params["args"] or self._arguments()
             else:
                 self._refuse_workers()
                 del params["script"], params["args"]
@@ -106,7 +108,8 @@ class Session:
     def _script(self) -> Path:
         if (setting := self.settled.get("script")) is None:
             raise InvalidArgument(
-                f"{self._path} names no script to run. Add a line `script: train.py`; paths begin at the file's folder."
+                f"{self._path} names no script to run. Add a line `script: train.py`, or `model: net.py:Net`; "
+                "paths begin at the file's folder."
             )
         return anchored(_single("script", setting), setting)
 
@@ -128,6 +131,11 @@ class Session:
                 f"{origin}: with sync_start: false the host starts no workers, but --workers {self._typed['workers']} "
                 "was given. Leave one of them out."
             )
+
+
+def _is_model(params: Mapping[str, Any], settled: Mapping[str, Setting]) -> bool:
+    """The class of a model is trained, and no script was given beside it."""
+    return params.get("model") is not None and "script" not in settled
 
 
 def _named_file(typed: Mapping[str, Any]) -> Path | None:

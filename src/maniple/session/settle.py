@@ -7,7 +7,14 @@ from maniple.session.file import Setting
 
 _PACES = ("every", "maximum_rate")  # one or the other
 # Set aside if the second was given by a source that counts more.
-_GIVES_WAY_TO = {"every": "maximum_rate", "maximum_rate": "every", "name": "resume"}
+_GIVES_WAY_TO = {
+    "every": "maximum_rate",
+    "maximum_rate": "every",
+    "name": "resume",
+    "model": "script",
+    "script": "model",
+    "args": "model",
+}
 # A file for all runs may say how to encrypt whatever listens: where nothing does, there is nothing to do.
 _ENCRYPTION = {"tls", "certificate", "key"}
 _LISTENS = {"listen", "hosts"}

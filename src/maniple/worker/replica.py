@@ -116,6 +116,11 @@ class Replica:
         self._mind_refusals(outcome)
         self._worker.end_if_told()
 
+    def publish(self) -> None:
+        """Let the center have what this worker has learned, for instance before it is saved."""
+        if self._since_exchange:
+            self.exchange()
+
     def pull(self) -> None:
         """Set the replica to the center."""
         self._refuse_inside_center("pull() was called")
@@ -169,6 +174,11 @@ class Replica:
     def sync_share(self) -> float:
         """The share of wall time spent in exchanges so far."""
         return self._share(time.perf_counter())
+
+    @property
+    def spent_s(self) -> float:
+        """The seconds spent in exchanges so far."""
+        return self._spent_s
 
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""

@@ -17,6 +17,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._samplers: list[Order] = []
+        self._trained: list[Order] = []  # those whose samples are trained on
 
     def sampler(
         self,
@@ -27,6 +28,7 @@ class Samples:
         static: bool,
         shuffle: bool,
         chunk: int | None,
+        validation: bool,
         should_stop: Callable[[], bool],
         is_shared: Callable[[], bool],
     ) -> Sampler | Shard:
@@ -37,42 +39,45 @@ class Samples:
         settings = {
             "seed": (place.seed, number),
             "shuffle": shuffle,
-            "max_epochs": 0 if number else place.limits.max_epochs,
+            "max_epochs": 0 if self._trained or validation else place.limits.max_epochs,
             "should_stop": should_stop,
         }
+        is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
         if static or seat is None or place.deterministic:
             sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
-            sampler = _kind(Sampler)(count, lender=lender, world=place.world, is_shared=is_shared, **settings)
+            sampler = _kind(Sampler)(count, lender=lender, world=place.world, is_shared=is_trained, **settings)
         self._samplers.append(sampler)
+        if not validation:
+            self._trained.append(sampler)
         return sampler
 
     @property
     def taken(self) -> int:
-        """The samples handed out by all samplers."""
-        return sum(sampler.taken for sampler in self._samplers)
+        """The samples handed out to be trained on, by all samplers."""
+        return sum(sampler.taken for sampler in self._trained)
 
     @property
     def are_finished(self) -> bool:
         """The epochs that were asked for are made."""
-        return bool(self._samplers) and self._samplers[0].is_finished
+        return bool(self._trained) and self._trained[0].is_finished
 
     def stepped(self) -> None:
         """A training step was made."""
-        for sampler in self._samplers:
+        for sampler in self._trained:
             sampler.stepped()
 
     def settled(self) -> None:
         """The center has all that was learned so far."""
-        for sampler in self._samplers:
+        for sampler in self._trained:
             sampler.settled()
 
     def finish(self, *, is_early: bool) -> None:
         """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""
         for sampler in self._samplers:
-            sampler.finish(is_early=is_early)
+            sampler.finish(is_early=is_early and sampler in self._trained)
 
 
 def _kind(sampler: type[Kind]) -> type[Kind]:

@@ -149,6 +149,10 @@ class Synced(Replica):
         self._keep(is_due=True)
         self._worker.end_if_told()
 
+    def publish(self) -> None:
+        """Let the center have the replica's values."""
+        self._keep(is_due=True)
+
     def pull(self) -> None:
         """Not with this rule: a replica changed by itself would no longer be that of the others."""
         raise self._refusal("pull")

@@ -65,18 +65,14 @@ class Worker(Calls):
         self._alone = Alone(place.limits, self._count)
         self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
-        if self._seat is not None:
-            place = self._seat.place
+        place = place if self._seat is None else self._seat.place
         self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world = place.local_rank, place.local_world
-        self.node = place.node
+        self.local_rank, self.local_world, self.node = place.local_rank, place.local_world, place.node
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
-        self.has_left = False
-        self._place = place
-        self._pid = os.getpid()
-        self._has_failed = False
+        self.has_left = self._has_failed = False
+        self._place, self._pid = place, os.getpid()
         self._exit_code: int | None = None
         self._stop: StopAfter | None = None
         self._circles = Circles(place, self._seat, self._events, self.end_if_told)
@@ -176,18 +172,25 @@ class Worker(Calls):
         return Synced(adapter, center, circle, rule=rule, pace=pace, wire=wire, events=self._events, worker=self)
 
     def sampler(
-        self, data: Sized | int, *, static: bool = False, shuffle: bool = True, chunk: int | None = None
+        self,
+        data: Sized | int,
+        *,
+        static: bool = False,
+        shuffle: bool = True,
+        chunk: int | None = None,
+        validation: bool = False,
     ) -> "Sampler | Shard":
         """The samples of `data` that this worker trains on, for a DataLoader's `sampler` argument or to iterate over.
 
-        Workers take the next chunk of an epoch whenever they have trained on one: each sample once per epoch over all
-        workers, however fast they are, and at least once if one dies. `.batches(size)` gives arrays of indices.
+        Workers take chunks of an epoch as fast as they train: each sample once per epoch over all workers, and at
+        least once if one dies. `.batches(size)` gives arrays of indices.
 
         Args:
             data: the data set, or how many samples there are; the same for all workers.
             static: instead a fixed share for each worker, equal in size and the same in each run.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
+            validation: they are looked at and not trained on.
         """
         return self._samples.sampler(
             data if isinstance(data, int) else len(data),
@@ -196,6 +199,7 @@ class Worker(Calls):
             static=static,
             shuffle=shuffle,
             chunk=chunk,
+            validation=validation,
             should_stop=self._is_told_to_stop,
             is_shared=lambda: bool(self._replicas),
         )
@@ -218,9 +222,12 @@ class Worker(Calls):
 
     def log(self, **values: Any) -> None:
         """Write one timestamped row of numbers or words; `loss` is also shown live."""
-        if self._seat is not None:
-            step = self._replicas[0].steps if self._replicas else 0
-            self._events.write("log", **{"step": step} | {name: plain(value) for name, value in values.items()})
+        self.record("log", **values)
+
+    def record(self, event: str, /, **values: Any) -> None:
+        """Write one row of another kind."""
+        step = self._replicas[0].steps if self._replicas else 0
+        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()})
 
     @contextmanager
     def lock(self, timeout_s: float = 60.0) -> Generator[None]:

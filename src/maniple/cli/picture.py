@@ -1,0 +1,60 @@
+"""A picture of where the time went: stacked bars per worker and epoch, and the losses above them."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from maniple.errors import InvalidArgument
+from maniple.record.times import PARTS, Times
+
+_COLORS = {"compute": "#4477aa", "exchange": "#ee6677", "data": "#ccbb44", "others": "#bbbbbb"}
+_WIDTH = 0.8  # of all bars of one epoch
+
+
+def draw(times: Times, path: Path, *, title: str) -> None:
+    """Draw `times` to `path`, in the format that its name asks for."""
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise InvalidArgument(
+            f"{path.name} cannot be drawn: matplotlib is not installed. `pip install 'maniple[plot]'`, or leave --plot "
+            "out."
+        ) from None
+    figure = figures.Figure(figsize=(8, 6), layout="constrained")
+    losses, bars = figure.subplots(2, 1, sharex=True)
+    _draw_losses(losses, times)
+    _draw_bars(bars, times)
+    losses.set_title(title)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"{path} cannot be drawn: {error}. Give a path that can be written, ending in .png."
+        ) from None
+
+
+def _draw_losses(axes: Any, times: Times) -> None:
+    for rank, epochs in times.workers.items():
+        axes.plot([e.number for e in epochs], [e.loss for e in epochs], marker="o", ms=3, label=f"worker {rank}")
+    if times.validated:
+        numbers = sorted(times.validated)
+        axes.plot(numbers, [times.validated[n]["loss"] for n in numbers], "k--", marker="s", ms=4, label="validation")
+    axes.set_ylabel("loss")
+    axes.legend(fontsize="small")
+
+
+def _draw_bars(axes: Any, times: Times) -> None:
+    """One bar for each worker, side by side in each epoch, in the order of their ranks."""
+    width = _WIDTH / len(times.workers)
+    for i, epochs in enumerate(times.workers.values()):
+        places = [epoch.number - _WIDTH / 2 + (i + 0.5) * width for epoch in epochs]
+        base = [0.0] * len(epochs)
+        for part in PARTS:
+            heights = [epoch.split[part] for epoch in epochs]
+            label = part if i == 0 else None
+            axes.bar(places, heights, 0.94 * width, bottom=base, color=_COLORS[part], label=label)
+            base = [low + height for low, height in zip(base, heights, strict=True)]
+    axes.set_ylabel("seconds")
+    axes.set_xlabel("epoch; one bar per worker, in the order of their ranks")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize="small")

@@ -1,0 +1,193 @@
+"""A session: `maniple run` from Python."""
+
+import difflib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import click
+
+from maniple.cli import cli
+from maniple.errors import InvalidArgument
+from maniple.model.contract import loading
+from maniple.record.folder import fresh_name
+from maniple.session.keys import option_keys
+from maniple.spec import split
+
+_PATIENCE_S = 60.0  # for a run that was told to end; it saves its center first
+
+
+class Session:
+    """One run, started from Python as `maniple run` would start it.
+
+        with maniple.Session(model="models/net.py:Net", rule="easgd", workers=2) as session:
+            exit_code = session.wait()
+        print(session.folder)
+
+    Leaving the block early, Ctrl-C, an exception and the end of this program end the run in order.
+
+    Args:
+        model: the class to train, as FILE.py:CLASS or itself, if its file can be imported.
+        script: a script to run instead, with its arguments `args`.
+        options: any option of `maniple run`, with `_` for `-`: `workers=2`, `max_epochs=3`, `bind=False`,
+            `model_arg=["lr=0.1"]`; for `model_arg` also a dict.
+    """
+
+    def __init__(
+        self,
+        model: str | type | None = None,
+        *,
+        script: str | Path | None = None,
+        args: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        if (model is None) == (script is None):
+            raise InvalidArgument(
+                f"a session runs a model or a script, and was given {'neither' if model is None else 'both'}. "
+                'Write Session(model="net.py:Net") or Session(script="train.py").'
+            )
+        spec = None if model is None else _spec(model)
+        file = split(spec, "--model")[0] if spec else Path(str(script))
+        if options.get("resume") is None:  # said here, so that files and variables put the folder nowhere else
+            runs = options["runs"] = Path(options.get("runs") or "runs")
+            options["name"] = options.get("name") or fresh_name(runs, file)
+            self._folder = runs / str(options["name"])
+        else:
+            self._folder = Path(options["resume"])
+        words = [] if spec is None else ["--model", spec]
+        self._words = ["run", *words, *command_words(options), *([] if script is None else [str(script), *args])]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._folder.resolve()
+
+    @property
+    def is_running(self) -> bool:
+        """It has been started, and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Self:
+        """Start the workers, and go on here."""
+        if loading:
+            raise InvalidArgument(
+                f"a session was started by the file of {loading[-1]} while a worker loaded it, and would start "
+                'another, and so on. Put the start under `if __name__ == "__main__":`.'
+            )
+        if self._process is not None:
+            raise InvalidArgument("this session was started already, and a session is one run. Make another one.")
+        reading, self._pipe = os.pipe()
+        command = [sys.executable, "-m", "maniple.cli.tied", str(reading), *self._words]
+        try:
+            # A group of its own: Ctrl-C at the terminal comes here alone, and is handed on once.
+            self._process = subprocess.Popen(command, pass_fds=[reading], start_new_session=True)
+        finally:
+            os.close(reading)
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Until the run has ended; its exit code. TimeoutError after `timeout_s`, and the run goes on."""
+        process = self._started()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"the run {self.folder} goes on after {timeout_s:g} s. Wait longer, or end it."
+            ) from None
+        except BaseException:
+            self.end()
+            raise
+        self._close()
+        return process.returncode
+
+    def end(self) -> int:
+        """End the run if it goes on, as Ctrl-C does: the center is saved; gives the exit code."""
+        process = self._started()
+        try:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            process.wait(_PATIENCE_S)
+        except BaseException:  # it takes too long, or somebody presses Ctrl-C once more
+            process.kill()  # the kernel ends its workers
+            process.wait()
+            raise
+        finally:
+            self._close()
+        return process.returncode
+
+    def __enter__(self) -> Self:
+        return self.start() if self._process is None else self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_running:
+            self.end()
+        self._close()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise InvalidArgument("this session has not been started. Call start() before.")
+        return self._process
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+def command_words(options: Mapping[str, Any]) -> list[str]:
+    """Options of `maniple run` as words of the command line."""
+    known = option_keys(cli.commands["run"])
+    words: list[str] = []
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "`maniple run --help` lists them."
+            raise InvalidArgument(f"{key}={value!r} is no option of a session. {hint}")
+        words += _words(known[key], value)
+    return words
+
+
+def _words(option: click.Option, value: Any) -> list[str]:
+    name = option.opts[-1]
+    if value is None:
+        return []
+    if option.is_flag:
+        off = option.secondary_opts
+        return [name] if value else off[:1]
+    if isinstance(value, Mapping):
+        value = [f"{key}={_text(one)}" for key, one in cast(Mapping[str, Any], value).items()]
+    if isinstance(value, list | tuple):
+        values = [str(one) for one in cast(Sequence[Any], value)]
+        return [f"{name}={one}" for one in values] if option.multiple else [f"{name}={','.join(values)}"]
+    return [f"{name}={value}"]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _spec(model: str | type) -> str:
+    if isinstance(model, str):
+        return model
+    try:
+        file = inspect.getfile(model)
+    except (TypeError, OSError):
+        file = ""
+    if not file.endswith(".py") or not model.__qualname__.isidentifier():
+        raise InvalidArgument(
+            f"{model.__qualname__} cannot be found by a worker: it stands in {file or 'no file'}. Define it at the top "
+            "level of a file, and import it from there."
+        )
+    return f"{file}:{model.__qualname__}"

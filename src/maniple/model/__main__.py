@@ -1,0 +1,5 @@
+"""python -m maniple.model FILE.py:CLASS"""
+
+from maniple.model.command import main
+
+main()
