@@ -32,7 +32,7 @@ format: $(STAMP)  ## bring the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure footprint, exchanges, speed-ups: tables, and JSON in benchmarks/results
+bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables, and JSON in benchmarks/results
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/feed.py
@@ -41,6 +41,9 @@ bench: $(STAMP)  ## measure footprint, exchanges, speed-ups: tables, and JSON in
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/rate.py
 	$(BIN)/python benchmarks/speedup.py
+	$(BIN)/python benchmarks/waiting.py
+	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/bsp.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

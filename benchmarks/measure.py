@@ -29,7 +29,7 @@ def interleave(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[
 
 def report(name: str, title: str, rows: list[dict[str, Any]], **facts: Any) -> None:
     """Print `rows` as a table and write them, with the machine's load, to results/<name>.json."""
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(130, Console().width))
     table = Table(title=title, title_justify="left", title_style="bold")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:

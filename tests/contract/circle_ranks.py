@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
         while _segments:
             _segments.pop().remove()
     return [(process.returncode, words) for process, words in zip(processes, said, strict=True)]
+
+
+def sweep(before: set[Path]) -> None:
+    """Remove what mpich leaves in shared memory when its processes are killed: files that nobody maps any more."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped += maps.read_text()
+    for path in segments() - before:
+        if path.name not in mapped:
+            path.unlink(missing_ok=True)
+
+
+def segments() -> set[Path]:
+    """The files of mpich in shared memory, of this and other jobs."""
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
 
 
 def find_mpiexec() -> str | None:

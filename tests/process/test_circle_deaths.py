@@ -1,14 +1,23 @@
 """Workers of a circle that die or hang: the others name them, end, and nothing is left."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contract.circle_ranks import finish, start
+from tests.contract.circle_ranks import finish, segments, start, sweep
 
 pytestmark = pytest.mark.process
 DEADLINE_S = 5.0  # that of the ranks
+
+
+@pytest.fixture(autouse=True)
+def swept() -> Iterator[None]:
+    """MPI cannot tidy up after a kill, so the tests do."""
+    before = segments()
+    yield
+    sweep(before)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])

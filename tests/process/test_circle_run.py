@@ -1,6 +1,7 @@
 """One script with a rule of the circle, under every launcher: the same numbers, and an end without leave()."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,12 +25,13 @@ import maniple
 worker = maniple.join()
 w = {"w": np.full(4, float(worker.rank))}
 replica = worker.share(w, rule=maniple.BSP())
+begin = w["w"][0]
 for _ in range(3 + worker.rank):
     gradients = {"w": np.full(4, worker.rank + 1.0)}
     replica.reduce(gradients)
     w["w"] -= gradients["w"]
     replica.step()
-print(f"[{worker.rank}/{worker.world} {w['w'][0]:.6f}]", flush=True)
+print(f"[{worker.rank}/{worker.world} from {begin:.0f} by {w['w'][0] - begin:.6f}]", flush=True)
 """
 
 
@@ -42,8 +44,11 @@ def expected(rank: int, world: int) -> float:
 
 
 def assert_numbers(output: str, world: int) -> None:
-    for rank in range(world):
-        assert f"[{rank}/{world} {expected(rank, world):.6f}]" in output, output
+    """All began with the values of one worker, whoever came first, and went on as they should."""
+    found = re.findall(r"\[(\d+)/(\d+) from (\d) by (\S+)\]", output)
+    assert len({begin for *_, begin, _ in found}) == 1, output
+    made = sorted((int(rank), int(size), by) for rank, size, _, by in found)
+    assert made == [(rank, world, f"{expected(rank, world):.6f}") for rank in range(world)], output
 
 
 def called(tmp_path: Path, *command: str) -> str:

@@ -54,6 +54,8 @@ class Roster:
         self.greeted = 0  # the meeting that this worker has made a parcel for
         self._name = path.name
         self._is_torn = False
+        self._is_claimed = False  # the lock of this worker's row is held
+        self.is_refounded = False  # nobody was there to give this worker the others' state
 
     def members(self, meeting: int | None = None) -> tuple[int, ...]:
         """Who belongs to a meeting; by default to the next one."""
@@ -140,10 +142,17 @@ class Roster:
         self.table.close()
 
     def is_waiting_for(self, rank: int) -> bool:
-        """`rank` has come to a meeting of this circle to which this worker still has to come."""
+        """`rank` has come to this circle, or to a meeting of it, and this worker still has to."""
+        if not self.is_in:
+            return not self._is_claimed and not self.table.is_founded and self.table.is_alive(rank)
         return (
             self.is_in and self.rank in self.table.members(self.meeting + 1) and self.table.count(rank) > self.meeting
         )
+
+    @property
+    def is_current(self) -> bool:
+        """The others have not gone on without this worker."""
+        return self.is_in and self.table.last(self.rank) == NEVER
 
     @property
     def is_alone(self) -> bool:
@@ -162,18 +171,16 @@ class Roster:
             table.grow(self.rank)
         self._wait(self._is_row_free, "for its predecessor to be dismissed", range(table.height))
         with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
-            if not self.is_claimed:
+            if not self._is_claimed:
                 table.locks.insist(self.rank + 1, timeout_s=_LOCK_S, what=f"the row of worker {self.rank}")
-                self.is_claimed = True
+                self._is_claimed = True
             table.claim(self.rank, self.incarnation)
-
-    is_claimed = False  # the row's lock is held
 
     def _is_row_free(self) -> bool:
         table = self.table
         if table.first(self.rank) == 0:
             return True
-        if table.last(self.rank) == NEVER and not self.is_claimed:
+        if table.last(self.rank) == NEVER and not self._is_claimed:
             self._bury_all()
         living = [r for r in range(table.height) if r != self.rank and self._belongs(r) and table.is_alive(r)]
         return table.last(self.rank) < NEVER and all(table.count(r) >= table.last(self.rank) for r in living)
@@ -211,8 +218,6 @@ class Roster:
                     self.is_refounded = True
                     table.admit(self.rank, max(table.count(r) for r in range(table.height)) + 1)
         return bool(table.first(self.rank))
-
-    is_refounded = False  # nobody was there to give this worker the others' state
 
     def _have_all_come(self, meeting: int) -> bool:
         table = self.table

@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+from maniple.contracts import Circle
 from maniple.errors import Conflict, InvalidArgument
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place
@@ -22,6 +23,22 @@ def settle(place: Place, rule: Rule | None, pace: Pace | None, wire: str | None)
 
         codec(wire)  # says which there are, before anything is shared
     return rule, pace, wire
+
+
+def check_pace(rule: Rule, pace: Pace, circle: Circle) -> None:
+    """Raise Conflict or InvalidArgument if a rule of the circle cannot be followed at this pace, or in this circle."""
+    if rule.meets == "gradients" and pace != Every(1):
+        raise Conflict(
+            f"{rule!r} averages gradients at each step, but the pace is {pace!r}. Leave the pace out, or average "
+            'parameters: BSP(average="parameters", every=k).'
+        )
+    if rule.meets == "values" and not isinstance(pace, Every):
+        raise Conflict(f"{rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k).")
+    if rule.quorum > 0 and circle.name not in {"shared", "alone"}:
+        raise InvalidArgument(
+            f"{rule!r} goes on without those who are late, which only the circle in shared memory can (this one is "
+            f"{circle.name}). Use --circle shared, or BSP()."
+        )
 
 
 def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:

@@ -54,12 +54,10 @@ class Circles:
             is_boundary=is_ours,
         )
         circle.roster.on_wait = self._on_wait
-        known = [(key, one) for key, one in self._opened.items() if isinstance(one, Shared)]
-        if is_ours:
-            for _, replica in known:
-                replica.roster.others.append(circle.roster)
-        else:
-            circle.roster.others += [one.roster for key, one in known if key == _CALLS]
+        if not is_ours:  # who waits in the other one for this worker must be seen, also before its first call there
+            calls = self.calls
+            assert isinstance(calls, Shared)
+            circle.roster.others.append(calls.roster)
         return circle
 
     def _tell(self, engine: str) -> None:

@@ -16,6 +16,7 @@ from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
 from maniple.record import Events
+from maniple.rules import Rule
 from maniple.sampler import Terms
 from maniple.sampler.remote import Borrower
 from maniple.wire.messages import Join, Welcome
@@ -73,7 +74,7 @@ class Far:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
 
-    def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
+    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
         if not lock:
             raise InvalidArgument(
@@ -86,7 +87,7 @@ class Far:
             model,
             rank=place.rank,
             wire=wire,
-            note=note,
+            note=repr(rule),
             deadline_s=place.host_deadline_s,
             live=lambda: self._control.live,
         )

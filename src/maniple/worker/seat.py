@@ -14,7 +14,7 @@ from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
 from maniple.record import Events, Folder
-from maniple.rules import warm_up
+from maniple.rules import Rule, warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
 from maniple.sampler.lease import Holder, Verdict
 
@@ -43,7 +43,7 @@ class Seat(Protocol):
         """Why this worker should stop, once the controller has said so."""
         ...
 
-    def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]: ...
+    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]: ...
     def locks(self) -> ByteLocks: ...
     def lender(self, number: int, terms: Terms) -> Lender: ...
     def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any: ...
@@ -105,19 +105,19 @@ class Near:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
 
-    def open(self, name: str, model: Adapter, *, lock: bool, wire: str, note: str) -> tuple[Center, bool]:
+    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
         del wire  # in shared memory nothing travels
-        if self.place.deterministic and self.place.rank:
+        if rule.meets != "center" and self.place.rank:
             self._await_first(name)
         center, is_creator = Shared.open_or_create(
-            self._segment, name, model, rank=self.place.rank, lock=lock, note=note
+            self._segment, name, model, rank=self.place.rank, lock=lock, note=repr(rule)
         )
         warm_up(list(center.layout.sizes))  # here it is this worker that computes
         return center, is_creator
 
     def _await_first(self, name: str) -> None:
-        """Wait until worker 0 has made the center: its values are those that all begin with."""
+        """Wait until worker 0 has made the center: where all begin together, they begin with its values."""
         patience = Patience(self.place.circle_deadline_s)
         while not (self._segment.path / name).exists() and self._segment.state(0) in {NEVER, LIVE}:
             patience.wait(f"worker 0 to make {name}")

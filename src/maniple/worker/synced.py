@@ -1,21 +1,20 @@
 """A replica whose rule meets in the circle: with gradients before each step, or with values after some."""
 
 import time
-import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-
-import numpy as np
 
 from maniple.adapters import Adapter
 from maniple.circle.roster import PassedOver
 from maniple.circle.shared import Shared
 from maniple.contracts import Array, Center, Circle, Moment, Round
-from maniple.errors import Conflict, Desynced, InvalidArgument
-from maniple.pace import Every, Pace, RateLimit
+from maniple.errors import InvalidArgument
+from maniple.pace import Pace, RateLimit
 from maniple.record import Events
 from maniple.rules import Rule
-from maniple.worker.parcel import read_parcel, write_parcel
+from maniple.worker.asked import check_pace
+from maniple.worker.digests import compare, digests
+from maniple.worker.parcel import take_parcel, write_parcel
 from maniple.worker.replica import Owner, Replica
 
 _KEEP_SHARE = 0.01  # of the time one worker may spend on bringing the center up to date
@@ -51,7 +50,7 @@ class Synced(Replica):
         self._keep_pace = RateLimit(_KEEP_SHARE)
         self._last = Round((circle.rank,))
         self._digests: Array | None = None
-        self._check(pace)
+        check_pace(rule, pace, circle)
         self._undos = [model.before_step(self._before_step)] if rule.meets == "gradients" else []
         if rule.norm == "synchronised":
             self._undos.append(model.synchronise_norm(self._total))
@@ -69,7 +68,7 @@ class Synced(Replica):
             self._elastic.roster.on_newcomers = self._write_parcel
             if self._elastic.enter():
                 self._take_parcel()
-        elif self._center is None:
+        else:
             self._model.begin()
             for i in range(len(self._layout.entries)):
                 value = self._model.array(i)
@@ -179,7 +178,8 @@ class Synced(Replica):
         if exchange and not self._is_center:
             if self._elastic is None:
                 self._shadow()
-            self._keep(is_due=True)
+            if self._elastic is None or self._elastic.roster.is_current:  # else the others know more, and keep it
+                self._keep(is_due=True)
         self._is_finished = True
         self._circle.close()
         super().finish(exchange=False)
@@ -296,13 +296,11 @@ class Synced(Replica):
 
     def _digest(self) -> Array:
         self._model.begin()
-        count = self._model.parameter_count if self._rule.norm != "averaged" else len(self._layout.entries)
-        count = min(count, self._model.parameter_count)
-        values = [self._rule.shared(self._model.array(i), self._memory_of(i)) for i in range(count)]
-        return np.array([zlib.crc32(value.view(np.uint8).data) for value in values], np.int64)
+        count = self._model.parameter_count  # buffers may be each worker's own
+        return digests(self._rule.shared(self._model.array(i), self._memory_of(i)) for i in range(count))
 
     def _compare(self) -> None:
-        """Raise Desynced, with the first parameter that differs and whose, unless all replicas are the same."""
+        """Raise Desynced unless all replicas are the same."""
         mine = self._digest() if self._gradients is not None else self._digests
         if mine is None:
             return
@@ -310,31 +308,12 @@ class Synced(Replica):
             ranks, all_digests = self._circle.ranks, self._circle.all_gather(mine)
         except PassedOver:
             return  # the round finds it too, and takes the others' state
-        for i in range(len(mine)):
-            found = [int(digests[i]) for digests in all_digests]
-            usual = max(set(found), key=found.count)
-            others = [str(rank) for rank, one in zip(ranks, found, strict=True) if one != usual]
-            if others:
-                raise Desynced(
-                    f"after {self.rounds} rounds the replicas are no longer the same: "
-                    f"{self._layout.entries[i].name!r} of worker {', '.join(others)} differs from that of the others "
-                    f"({len(ranks)} workers). Look for what a worker does by itself: a learning rate, a clipping or a "
-                    "change of parameters that depends on its rank or its own data."
-                )
+        compare(dict(zip(ranks, all_digests, strict=True)), self._layout.entries, self.rounds)
 
     def _write_parcel(self, meeting: int) -> None:
         assert self._elastic is not None
-        arrays, plain = self._model.optimizer_state()
-        plain |= {"rounds": self.rounds}
-        parts = {f"optimizer/{name}": value for name, value in arrays.items()}
-        self._model.begin()
-        for i in range(len(self._layout.entries)):
-            parts[f"model/{i}"] = self._model.array(i)
-            if self._memory is not None:
-                parts[f"memory/{i}"] = self._memory[i]
-        if self._digests is not None:
-            parts["digests"] = self._digests
-        write_parcel(self._elastic.parcel(meeting), parts, plain)
+        extra = {} if self._digests is None else {"digests": self._digests}
+        write_parcel(self._elastic.parcel(meeting), self._model, self._memory, extra, {"rounds": self.rounds})
         self._events.write("greeted", meeting=meeting)
 
     def _take_parcel(self) -> None:
@@ -344,34 +323,9 @@ class Synced(Replica):
         if path is None:
             super().pull()
             return
-        arrays, plain = read_parcel(path)
-        self._model.begin()
-        for i in range(len(self._layout.entries)):
-            self._model.array(i)[:] = arrays[f"model/{i}"]
-            self._model.commit(i)
-            if self._memory is not None:
-                self._memory[i][:] = arrays[f"memory/{i}"]
-        known = {name.removeprefix("optimizer/"): v for name, v in arrays.items() if name.startswith("optimizer/")}
-        self._model.restore_optimizer(known, plain)
-        self.rounds = plain["rounds"]
-        self._digests = arrays.get("digests")
+        extra, plain = take_parcel(path, self._model, self._memory)
+        self.rounds, self._digests = plain["rounds"], extra.get("digests")
         self._events.write("entered", rounds=self.rounds)
-
-    def _check(self, pace: Pace) -> None:
-        if self._rule.meets == "gradients" and pace != Every(1):
-            raise Conflict(
-                f"{self._rule!r} averages gradients at each step, but the pace is {pace!r}. Leave the pace out, or "
-                'average parameters: BSP(average="parameters", every=k).'
-            )
-        if self._rule.meets == "values" and not isinstance(pace, Every):
-            raise Conflict(
-                f"{self._rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k)."
-            )
-        if self._rule.quorum and self._elastic is None:
-            raise InvalidArgument(
-                f"{self._rule!r} goes on without those who are late, which only the circle in shared memory can "
-                f"(this one is {self._circle.name}). Use --circle shared, or BSP()."
-            )
 
     def _refusal(self, name: str) -> InvalidArgument:
         return InvalidArgument(

@@ -145,9 +145,8 @@ class Worker(Calls):
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, is_creator = None, False
         if self._seat is not None:
-            note = f"{rule!r}, {pace!r}"
             name = f"center-{len(self._replicas)}"
-            center, is_creator = self._seat.open(name, adapter, lock=lock, wire=wire, note=note)
+            center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
             layout = Layout(adapter.entries)
             self._events.write(
                 "share",

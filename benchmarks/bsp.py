@@ -1,0 +1,201 @@
+"""Synchronous training on 2 processes: DistributedDataParallel, ours, and 2 unsynchronised processes as the limit.
+
+For an MLP, an LSTM and a small CNN in PyTorch, one thread per process. Everybody begins with the same parameters; each
+rank has batches of its own, the same ones in every contestant. First the losses of 100 steps are compared between DDP
+and ours: the mean over both ranks, and the largest relative difference. Then all contestants, alive at once, take turns
+of so many steps, many times over; then all are started anew, since equal processes differ by luck. The speed-up is in
+samples per second over one plain process; all ratios are taken within a round, and their median counts. As in
+speedup.py, every process gets the same settings of the C library's allocator.
+
+    plain           one process that knows nothing of others
+    DDP             DistributedDataParallel over gloo, with its defaults
+    DDP views       the same with gradient_as_bucket_view, static_graph, and buffers left alone
+    ours            `maniple run -n 2 --rule bsp`
+    limit           two plain processes at once, each on a core of its own
+
+    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp]
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cast import DEADLINE_S, Cast, answer
+from measure import report
+from speedup import ALLOCATOR, CORES, MODELS, build
+
+BATCHES = 8  # of each rank, in turn
+LOSSES = 100  # steps whose losses are compared
+DDP: dict[str, dict[str, bool]] = {
+    "DDP": {},
+    "DDP views": {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False},
+}
+QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the old name of an option is what older versions of torch know
+KINDS = ("plain", *DDP, "ours", "limit")
+
+
+class Loop:
+    """The training loop of one process, the same for all contestants."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.kind, self.rank = kind, int(os.environ.get("RANK", "0"))
+        self.model, x, y = build(name)
+        random = torch.Generator().manual_seed(100 + self.rank)
+        self.batches = [(scatter(x, random), torch.randint(0, 10, y.shape, generator=random)) for _ in range(BATCHES)]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.loss_of = torch.nn.CrossEntropyLoss()
+        self.steps = 0
+        self._join()
+
+    def _join(self) -> None:
+        if self.kind in DDP:
+            from torch import distributed
+            from torch.nn.parallel import DistributedDataParallel
+
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            among: Any = {"rank": self.rank, "world_size": 2, "timeout": datetime.timedelta(seconds=DEADLINE_S)}
+            distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", **among)
+            self.model = DistributedDataParallel(self.model, **DDP[self.kind])
+        elif self.kind == "ours":
+            import maniple
+
+            self.replica = maniple.join().share(self.model, self.optimizer)  # the rule is the command line's
+
+    def step(self) -> Any:
+        x, y = self.batches[self.steps % BATCHES]
+        self.optimizer.zero_grad()
+        loss = self.loss_of(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+        return loss
+
+    def reply(self, what: str, steps: int) -> Any:
+        """The losses of so many steps; or samples per second over so many."""
+        if what == "losses":
+            return [self.step().item() for _ in range(steps)]
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return steps * len(self.batches[0][1]) / (time.perf_counter() - begin)
+
+
+def scatter(x, random):
+    """A random batch in the form of `x`: word ids if those are whole numbers."""
+    import torch
+
+    if x.dtype == torch.int64:
+        return torch.randint(0, 1000, x.shape, generator=random)
+    return torch.randn(x.shape, generator=random)
+
+
+def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
+    """The processes of one contestant."""
+    address, count = folder / kind.replace(" ", "-"), 1 if kind == "plain" else 2
+    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STORE": f"{address}.store"} | ALLOCATOR | QUIET
+    script = [__file__, "--work", kind, model, str(address)]
+    if kind == "ours":
+        command = [
+            str(Path(sys.executable).with_name("maniple")),
+            "run",
+            "-q",
+            "-n",
+            "2",
+            "--runs",
+            str(folder / "runs"),
+        ]
+        return Cast(address, [[*command, "--rule", *rule, *script]], [env], count)
+    envs = [env | {"RANK": str(rank)} for rank in range(count)]
+    cast = Cast(address, [[sys.executable, *script]] * count, envs, count)
+    if kind == "limit":  # as the launcher gives its workers
+        for pid, core in zip(cast.pids, CORES, strict=False):
+            os.sched_setaffinity(pid, {core})
+    return cast
+
+
+@contextlib.contextmanager
+def started(model: str, rule: list[str]) -> Iterator[dict[str, Cast]]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        contestants: dict[str, Cast] = {}
+        for kind in KINDS:
+            contestants[kind] = start(Path(folder), kind, model, rule)
+            stack.callback(contestants[kind].close)
+        yield contestants
+
+
+def losses(cast: Cast) -> list[float]:
+    """The loss of each of the first steps, the mean over the ranks."""
+    return [statistics.fmean(pair) for pair in zip(*cast.ask("losses", LOSSES), strict=True)]
+
+
+def difference(some: list[float], others: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(some, others, strict=True))
+
+
+def play(model: str, options: argparse.Namespace, rates: dict[str, list[float]]) -> float:
+    """One cast: the difference of the losses; the rates of all rounds go to `rates`."""
+    with started(model, options.rule) as contestants:
+        first = {kind: losses(cast) for kind, cast in contestants.items()}
+        batch = len(build(model)[2])
+        steps = max(1, round(options.turn * contestants["plain"].ask("rate", 20)[0] / batch))
+        for round_ in range(options.rounds):
+            for kind in KINDS if round_ % 2 else reversed(KINDS):
+                rates[kind].append(sum(contestants[kind].ask("rate", steps)))
+    return max(difference(first["ours"], first[kind]) for kind in DDP)
+
+
+def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row: speed-ups over one plain process, and the ratios that matter."""
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    apart = max(play(model, options, rates) for _ in range(options.casts))
+
+    def ratio(a: str, b: str) -> float:
+        return statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True))
+
+    best = max(DDP, key=lambda kind: ratio(kind, "plain"))
+    return {
+        "model": model,
+        "plain samples/s": statistics.median(rates["plain"]),
+        **{kind: ratio(kind, "plain") for kind in KINDS if kind != "plain"},
+        "ours / best DDP": ratio("ours", best),
+        "ours / limit": ratio("ours", "limit"),
+        "losses apart": apart,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--casts", type=int, default=3, help="how often all processes are started anew")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant per cast")
+    parser.add_argument("--turn", type=float, default=1.0, help="seconds that one plain process needs for a turn")
+    parser.add_argument(
+        "--rule", type=str.split, default=["bsp"], help='of ours, as for `maniple run`: "easgd --every 1"'
+    )
+    parser.add_argument("--work", nargs=3, metavar=("KIND", "MODEL", "ADDRESS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        kind, model, address = options.work
+        answer(address, Loop(kind, model).reply)
+        if kind in DDP:
+            os._exit(0)  # gloo's threads would wait for their peers
+        return
+    rows = [measure(model, options) for model in options.models]
+    facts = {"casts": options.casts, "rounds": options.rounds, "turn_s": options.turn, "rule": " ".join(options.rule)}
+    report("bsp", "Synchronous training on 2 processes: speed-up over one", rows, **facts)
+
+
+if __name__ == "__main__":
+    main()

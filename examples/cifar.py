@@ -1,0 +1,89 @@
+"""Small photographs in ten classes, with a convolutional network: the same script for every rule.
+
+    python examples/cifar.py                                              # alone, on made-up pictures
+    maniple run -n 2 examples/cifar.py --data cifar10_5k.npz --pictures 5000 --epochs 10
+    maniple run -n 2 --rule downpour --every 1 examples/cifar.py --lr 0.001
+
+Without --data, pictures are made up: each class has a pattern of coloured patches, shifted, mirrored and under noise.
+With --data, they come from a NumPy file with `x_train` (bytes: picture, row, column, colour), `y_train` and the same
+for `_test`, such as CIFAR-10 (Krizhevsky 2009) or a part of it.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import maniple
+
+
+def read(path: Path, part: str, count: int) -> tuple[Tensor, Tensor]:
+    """Up to `count` pictures of a file, of all its classes, as numbers around 0, and their labels."""
+    with np.load(path) as arrays:
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    chosen = np.random.default_rng(0).permutation(len(y))[:count]  # the same ones on every worker
+    pictures = torch.from_numpy(x[chosen].transpose(0, 3, 1, 2).astype(np.float32) / 64 - 2)
+    return pictures, torch.from_numpy(y[chosen].astype(np.int64))
+
+
+def generate(part: str, count: int) -> tuple[Tensor, Tensor]:
+    """Made-up pictures: the pattern of a class, moved by up to 4 pixels, mirrored or not, and noise."""
+    patterns = np.random.default_rng(0).normal(size=(10, 3, 4, 4)).repeat(10, 2).repeat(10, 3)
+    rng = np.random.default_rng({"train": 1, "test": 2}[part])  # the same pictures on every worker
+    labels = rng.integers(0, 10, count)
+    pictures = rng.normal(size=(count, 3, 32, 32)).astype(np.float32)
+    for picture, label, (i, j) in zip(pictures, labels, rng.integers(0, 9, (count, 2)), strict=True):
+        picture += patterns[label, :, i : i + 32, j : j + 32][:, :, :: rng.choice((-1, 1))]
+    return torch.from_numpy(pictures), torch.from_numpy(labels)
+
+
+def build() -> nn.Module:
+    """Three convolutions, each followed by a maximum over 2 x 2 pixels, and two layers that name the class."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The share of pictures whose class is named correctly."""
+    return (model(x).argmax(1) == y).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a file of pictures (default: made-up ones)")
+    parser.add_argument("--pictures", type=int, default=2000, help="at most, to train on; a fifth to test (2000)")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the pictures (3)")
+    parser.add_argument("--batch-size", type=int, default=32, help="pictures per step and worker (32)")
+    parser.add_argument("--lr", type=float, default=0.002, help="Adam's learning rate (0.002)")
+    args = parser.parse_args()
+    worker = maniple.join()
+    torch.manual_seed(worker.seed)
+    train, test = (
+        read(args.data, part, count) if args.data else generate(part, count)
+        for part, count in (("train", args.pictures), ("test", args.pictures // 5))
+    )
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    replica = worker.share(model, optimizer)
+    batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
+    for epoch in range(args.epochs):
+        for pictures, labels in batches:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(pictures), labels)
+            loss.backward()
+            optimizer.step()
+            if replica.steps % 20 == 0:
+                worker.log(loss=loss, epoch=epoch)
+    with replica.center():
+        shared = accuracy(model, *test)
+    print(f"worker {worker.rank} of {worker.world}: {replica.steps:,} steps, test accuracy of the center {shared:.1%}")
+
+
+if __name__ == "__main__":
+    main()
