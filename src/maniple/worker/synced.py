@@ -92,10 +92,9 @@ class Synced(Replica):
         self._is_reduced = True
         self._worker.end_if_told()
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Backward passes in this block only add to the gradients; they are averaged at the next step after it."""
-        yield
+    def rest(self) -> None:
+        """Let the others go on without this worker until its next step, which begins with their state."""
+        self._rounds.rest()
 
     def step(self) -> None:
         """Count one step, and exchange values if the pace says so. The optimizer's hook calls it after each step."""
