@@ -116,15 +116,16 @@ class Worker(Calls):
         """Share `model` with all other workers.
 
         The first worker's values become the center; every other worker, also one that starts late or again,
-        takes the center's. From then on each `optimizer.step()` is followed by an exchange when the pace says so.
+        takes the center's. From then on each `optimizer.step()` is followed by an exchange when the pace says so;
+        with a rule that averages gradients, such as `BSP()`, it is preceded by one.
 
         Args:
             model: a torch module, or a dict of NumPy arrays that are changed in place.
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
-            wire: how values travel to a host elsewhere: "float32" (as they are, the default), "bfloat16", "float16" or
-                "int8"; what a push loses by it is made up for by the next ones.
+            wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
+                "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             buffers: share floating-point buffers too, such as batch-norm statistics.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
