@@ -48,6 +48,11 @@ class Arrays:
         """All are parameters."""
         return len(self.entries)
 
+    def is_buffer(self, i: int) -> bool:
+        """All are parameters."""
+        del i
+        return False
+
     def gradients(self, *, buffers: bool) -> "Given":
         """Flat vectors for the gradients that the loop passes to replica.reduce(gradients)."""
         del buffers
@@ -117,6 +122,11 @@ class Given:
     def place(self, flat: dict[str, Any]) -> None:
         """Use these vectors."""
         self._views = self._layout.views(flat)
+
+    @property
+    def are_delivered(self) -> bool:
+        """The loop knows."""
+        return True
 
     def collect(self, given: Mapping[str, Array] | None = None) -> None:
         """Bring the gradients into the vectors."""

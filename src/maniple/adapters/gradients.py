@@ -50,6 +50,18 @@ class Gradients:
             for entry, (dtype, start, stop) in zip(self._layout.entries, self._layout.places, strict=True)
         ]
 
+    @property
+    def are_delivered(self) -> bool:
+        """No backward pass has made new ones since the last average, as far as one can tell."""
+        pairs = zip(self._parameters, self._views, strict=False)
+        return not any(
+            p.grad is not None
+            and p.dtype == view.dtype
+            and p.device == view.device
+            and p.grad.data_ptr() != view.data_ptr()
+            for p, view in pairs
+        )
+
     @torch.no_grad()
     def collect(self, given: Any = None) -> None:
         """Bring this worker's gradients into the vectors."""

@@ -82,10 +82,19 @@ class Module:
         if self._optimizer is None:
             return lambda: None
 
-        def before_step(*_: Any) -> None:
+        def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(value is not None for value in (*args[1:2], kwargs.get("closure"))):
+                raise InvalidArgument(
+                    "optimizer.step(closure) computes gradients after the workers have averaged theirs, so replicas "
+                    "would part. Call backward() before step(), or average parameters: LocalSGD(k)."
+                )
             act()
 
         return self._optimizer.register_step_pre_hook(before_step).remove
+
+    def is_buffer(self, i: int) -> bool:
+        """Entry i is neither a parameter nor optimizer state."""
+        return self.parameter_count <= i < self._first_state
 
     def gradients(self, *, buffers: bool) -> Gradients:
         """The gradients as flat vectors."""

@@ -73,6 +73,17 @@ class ByteLocks:
             self._file = -1
 
 
+@contextmanager
+def held(path: Path, *, timeout_s: float, what: str) -> Generator[None]:
+    """Hold the one lock of a file for the length of a `with` block."""
+    locks = ByteLocks(path)
+    try:
+        with locks.hold(0, timeout_s=timeout_s, what=what):
+            yield
+    finally:
+        locks.close()
+
+
 class Patience:
     """A wait with a deadline: short sleeps that grow, from 20 microseconds to 2 milliseconds."""
 

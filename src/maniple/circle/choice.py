@@ -14,6 +14,11 @@ def choose_circle(place: Place) -> str:
     if place.circle is not None:
         _check(place, place.circle)
         return place.circle
+    if place.address is not None and not place.is_near and place.launcher != "maniple":
+        raise InvalidArgument(
+            f"a worker that joins {place.address} from elsewhere cannot enter the circle of those who were started "
+            "together. Choose a rule of the center (easgd, asgd, downpour), or start all by `maniple run --hosts`."
+        )
     if place.world == 1 and not place.is_near:
         return "alone"
     if (chosen := _BY_LAUNCHER.get(place.launcher)) is None:
@@ -66,5 +71,5 @@ def _check(place: Place, circle: str) -> None:
 
 
 def _is_one_machine(place: Place) -> bool:
-    """All workers of the run map the same memory."""
-    return place.is_near and place.local_world == place.world
+    """All workers of the run map the same memory; so does one that joins them here by hand."""
+    return place.is_near and (place.local_world == place.world or not place.launcher)

@@ -107,9 +107,12 @@ class Private:
     def all_reduce(self, op: str, *, weight: float = 1.0, quorum: int = 0) -> Round:
         """Replace the vectors by what all workers' vectors make together."""
         del quorum
-        result = Round((self._circle.rank,), weight)
+        result, waited_s = Round((self._circle.rank,), weight), 0.0
         for vector in self._flat.values():
             result = self._circle.all_reduce(vector, vector, op, weight=weight, wire=self._wire)
+            waited_s += result.waited_s
+        result.waited_s = waited_s
+        self._circle.let_in()
         return result
 
 

@@ -237,8 +237,7 @@ class Roster:
         bell, count = self.table.bell, self.table.bell.count
         if is_done():
             return
-        begin = time.perf_counter()
-        looked = begin
+        begin = looked = time.perf_counter()
         while True:
             bell.wait(count, _NAP_S)
             count = bell.count
@@ -293,7 +292,7 @@ class Roster:
             who = self._missing(self.meeting)
         else:
             who = [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]
-        names = ", ".join(f"worker {rank}" for rank in who) or "the others"
+        names = ", ".join(f"worker {rank}" for rank in who) or "others"
         raise WaitedTooLong(
             f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} (limit "
             f"{self.deadline_s:g} s). Alive but not coming: look at the log and the stack of each, whether all make "

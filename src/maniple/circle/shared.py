@@ -212,9 +212,14 @@ class Shared:
             self._end_call()
             return result
 
-    def _end_call(self) -> None:
-        if self._is_boundary and not self._nested and self.roster.meeting:
+    def let_in(self) -> None:
+        """After a call: those who knocked may begin."""
+        if self.roster.meeting:
             self.roster.let_in(self.roster.members(self.roster.meeting))
+
+    def _end_call(self) -> None:
+        if self._is_boundary and not self._nested:
+            self.let_in()
 
     def _check_root(self, root: int) -> None:
         if root not in self.ranks:

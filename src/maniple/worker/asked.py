@@ -1,5 +1,6 @@
 """What was asked for, by the script and by the command line: they agree, or one of them is silent."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from maniple.contracts import Circle
@@ -7,6 +8,7 @@ from maniple.errors import Conflict, InvalidArgument
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place
 from maniple.rules import EASGD, Rule, parse_rule
+from maniple.worker.replica import Replica
 
 T = TypeVar("T")
 
@@ -25,7 +27,7 @@ def settle(place: Place, rule: Rule | None, pace: Pace | None, wire: str | None)
     return rule, pace, wire
 
 
-def check_pace(rule: Rule, pace: Pace, circle: Circle) -> None:
+def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
     """Raise Conflict or InvalidArgument if a rule of the circle cannot be followed at this pace, or in this circle."""
     if rule.meets == "gradients" and pace != Every(1):
         raise Conflict(
@@ -39,6 +41,14 @@ def check_pace(rule: Rule, pace: Pace, circle: Circle) -> None:
             f"{rule!r} goes on without those who are late, which only the circle in shared memory can (this one is "
             f"{circle.name}). Use --circle shared, or BSP()."
         )
+    if rule.quorum > 0 and wire != "float32":
+        raise InvalidArgument(f"{rule!r} works on values as they are, not in {wire}. Leave --wire out, or use BSP().")
+
+
+def is_in_step(place: Place, replicas: Sequence[Replica]) -> bool:
+    """All workers make the same number of steps: by the rules of what they share, or that of the command line."""
+    rules = [replica.rule for replica in replicas] or [parse_rule(place.rule or "easgd")]
+    return any(rule.meets != "center" for rule in rules)
 
 
 def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:

@@ -18,6 +18,7 @@ class Circles:
     def __init__(self, place: Place, seat: Seat | None, events: Events, on_wait: Callable[[], None]) -> None:
         self._place, self._seat, self._events, self._on_wait = place, seat, events, on_wait
         self._opened: dict[str, Circle] = {}
+        self._is_told = False
 
     @property
     def calls(self) -> Circle:
@@ -27,7 +28,8 @@ class Circles:
     def open(self, name: str) -> Circle:
         """The circle `name`, as the workers' place allows."""
         engine = choose_circle(self._place)
-        if not self._opened:
+        if not self._is_told:
+            self._is_told = True
             self._tell(engine)
         circle = self._opened[name] = self._make(engine, name)
         return circle
@@ -62,6 +64,6 @@ class Circles:
 
     def _tell(self, engine: str) -> None:
         self._events.write("circle", engine=engine, world=self._place.world)
-        if self._place.rank == 0 and engine != "alone":
+        if self._place.rank == 0 and self._place.world > 1:
             why = f" ({self._place.launcher})" if self._place.launcher else ""
             print(f"maniple: {self._place.world} workers meet in the circle {engine}{why}", file=sys.stderr, flush=True)

@@ -4,13 +4,14 @@ import os
 import tempfile
 import time
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from maniple.adapters import Adapter
-from maniple.center import ByteLocks
 from maniple.center.link import Door, Link
+from maniple.center.locks import held
 from maniple.center.tcp import Tcp
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
@@ -93,9 +94,10 @@ class Far:
         )
         return center, is_creator
 
-    def locks(self) -> ByteLocks:
-        """The lock that the workers of this machine share."""
-        return ByteLocks(Path(tempfile.gettempdir()) / f"maniple-{self._control.lineage}-{os.getuid()}.lock")
+    def lock(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Hold the lock that the workers of this machine share."""
+        path = Path(tempfile.gettempdir()) / f"maniple-{self._control.lineage}-{os.getuid()}.lock"
+        return held(path, timeout_s=timeout_s, what="the workers' lock")
 
     def lender(self, number: int, terms: Terms) -> Borrower:
         """The leases of this worker's sampler `number`, by questions over a connection of their own."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center.tensors import write_tensors
@@ -16,22 +16,11 @@ from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
+from maniple.worker.owner import Owner
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
 _PROGRESS_S = 0.5  # how often a row tells how far this worker is
-
-
-class Owner(Protocol):
-    """What a replica asks of its worker."""
-
-    @property
-    def is_over(self) -> bool: ...
-    def samples_taken(self) -> int: ...
-    def stepped(self, replica: "Replica") -> None: ...
-    def settled(self, replica: "Replica") -> None: ...
-    def end_if_told(self) -> None: ...
-    def mind_absence(self, replica: "Replica") -> None: ...
 
 
 class Replica:

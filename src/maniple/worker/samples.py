@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from maniple.errors import InvalidArgument
 from maniple.place import Place
@@ -37,7 +37,7 @@ class Samples:
         if count < 1 or (chunk is not None and chunk < 1):
             raise InvalidArgument(f"{count} samples in chunks of {chunk} cannot be taken. Both must be 1 or more.")
         number = len(self._samplers)
-        settings = {
+        settings: dict[str, Any] = {
             "seed": (place.seed, number),
             "shuffle": shuffle,
             "max_epochs": 0 if self._trained or validation else place.limits.max_epochs,
@@ -56,10 +56,13 @@ class Samples:
             self._trained.append(sampler)
         return sampler
 
-    @property
-    def are_leased(self) -> bool:
-        """Some sampler takes what it can get: workers may have different numbers of batches."""
-        return any(isinstance(sampler, Sampler) for sampler in self._trained)
+    def check_circle(self, circle: str) -> None:
+        """Raise InvalidArgument if workers may have different numbers of batches in a circle that needs everybody."""
+        if circle != "shared" and any(isinstance(sampler, Sampler) for sampler in self._trained):
+            raise InvalidArgument(
+                "the sampler was made before share(), so workers may have different numbers of batches, and "
+                f"cannot meet in the circle {circle}. Make it after share(), or with static=True."
+            )
 
     @property
     def taken(self) -> int:

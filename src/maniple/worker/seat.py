@@ -4,11 +4,12 @@ reaches it over the network."""
 import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from maniple.adapters import Adapter
-from maniple.center import ByteLocks, Segment, Shared
-from maniple.center.locks import Patience
+from maniple.center import Segment, Shared
+from maniple.center.locks import Patience, held
 from maniple.center.segment import LEFT, LIVE, NEVER
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
@@ -44,7 +45,7 @@ class Seat(Protocol):
         ...
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]: ...
-    def locks(self) -> ByteLocks: ...
+    def lock(self, timeout_s: float) -> AbstractContextManager[None]: ...
     def lender(self, number: int, terms: Terms) -> Lender: ...
     def ask(self, request: str, info: dict[str, Any], *, timeout_s: float) -> Any: ...
     def absence(self) -> HostAway | None:
@@ -122,9 +123,9 @@ class Near:
         while not (self._segment.path / name).exists() and self._segment.state(0) in {NEVER, LIVE}:
             patience.wait(f"worker 0 to make {name}")
 
-    def locks(self) -> ByteLocks:
-        """The lock that the workers of this machine share."""
-        return ByteLocks(self._segment.path / "node")
+    def lock(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Hold the lock that the workers of this machine share."""
+        return held(self._segment.path / "node", timeout_s=timeout_s, what="the workers' lock")
 
     def lender(self, number: int, terms: Terms) -> "Lender":
         """The leases of this worker's sampler `number`, straight from the table."""

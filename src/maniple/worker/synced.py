@@ -13,7 +13,8 @@ from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.asked import check_pace
 from maniple.worker.keeping import shown
-from maniple.worker.replica import Owner, Replica
+from maniple.worker.owner import Owner
+from maniple.worker.replica import Replica
 from maniple.worker.rounds import Rounds
 
 _KEEP_SHARE = 0.01  # of the time one worker may spend on bringing the center up to date
@@ -40,7 +41,7 @@ class Synced(Replica):
         worker: Owner,
     ) -> None:
         super().__init__(model, center, rule=rule, pace=pace, events=events, worker=worker)
-        check_pace(rule, pace, circle)
+        check_pace(rule, pace, circle, wire)
         self._is_reduced = self._is_finished = False
         self._keep_pace = RateLimit(_KEEP_SHARE)
         self._gradients = model.gradients(buffers=rule.norm == "averaged") if rule.meets == "gradients" else None
@@ -77,8 +78,6 @@ class Synced(Replica):
         """
         if self._gradients is None:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
-        if self._is_reduced:
-            return
         self._rounds.begin()
         begin = time.perf_counter()
         self.is_exchanging = True
@@ -169,9 +168,8 @@ class Synced(Replica):
         for undo in self._undos:
             undo()
         if exchange and not self._is_center:
-            if not self._rounds.is_elastic:
-                self._shadow()
-            if self._rounds.is_current:  # else the others know more, and keep it
+            is_newest = self._rounds.is_current if self._rounds.is_elastic else self._shadow()
+            if is_newest:  # else the others know more, and keep it
                 self._keep()
         self._is_finished = True
         self._rounds.circle.close()
@@ -180,13 +178,16 @@ class Synced(Replica):
     def _before_step(self) -> None:
         self._refuse_inside_center("a training step was made")
         if not self._is_finished:
-            self.reduce()
+            if not (self._is_reduced and self._gradients is not None and self._gradients.are_delivered):
+                self.reduce()
             self.is_exchanging = True  # a SIGTERM waits until the step is whole
 
     def _accept(self) -> None:
         weight = self._rounds.last.weight
         moment = Moment(step=self.steps, live=max(1, round(weight)))
         for i, total in enumerate(self._offers) if weight else ():
+            if self._rule.norm == "local" and self._model.is_buffer(i):
+                continue
             if self._rule.op == "sum":
                 total *= total.dtype.type(weight)
             self._rule.accept(self._model.array(i), total, self.memory_of(i), moment)
@@ -204,8 +205,12 @@ class Synced(Replica):
         if not self._is_finished:
             self._rounds.total(x)
 
-    def _shadow(self) -> None:
-        """Come to the others' rounds with nothing, until all have come to their end: this circle needs everybody."""
+    def _shadow(self) -> bool:
+        """Come to the others' rounds with nothing, until all have come to their end: this circle needs everybody.
+
+        True if nobody knows more than this worker then.
+        """
+        is_newest = True
         while True:
             self._rounds.begin(is_shadow=True)
             if self._gradients is None:
@@ -213,10 +218,12 @@ class Synced(Replica):
             self._rounds.clear()
             self._rounds.meet(0.0)
             if self._rounds.last.weight == 0:
-                return
+                return is_newest
             if self._gradients is None:
                 self._model.begin()
                 self._accept()
+            else:
+                is_newest = False
 
     def _keep(self) -> None:
         """Bring the center up to date, with what the rule shows there."""

@@ -2,8 +2,8 @@
 
 import os
 import traceback
-from collections.abc import Generator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,10 +18,10 @@ from maniple.layout import described
 from maniple.pace import Pace
 from maniple.place import Place, find, refuse_center
 from maniple.record import Events
-from maniple.rules import Rule, parse_rule
+from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
-from maniple.worker.asked import settle
+from maniple.worker.asked import is_in_step, settle
 from maniple.worker.circles import Circles
 from maniple.worker.ending import watch_the_end
 from maniple.worker.logged import plain
@@ -157,11 +157,7 @@ class Worker(Calls):
         from maniple.worker.synced import Synced
 
         circle = self._circles.open(f"circle-{len(self._replicas)}")
-        if self._samples.are_leased and circle.name != "shared":
-            raise InvalidArgument(
-                f"the sampler was made before share(), so workers may have different numbers of batches, with which "
-                f"{rule!r} cannot work over {circle.name}. Make it after share(), or with static=True."
-            )
+        self._samples.check_circle(circle.name)
         return Synced(adapter, center, circle, wire=wire, **settings)
 
     def sampler(
@@ -190,7 +186,7 @@ class Worker(Calls):
             data if isinstance(data, int) else len(data),
             seat=self._seat,
             place=self._place,
-            static=self._is_in_step if static is None else static,
+            static=is_in_step(self._place, self._replicas) if static is None else static,
             shuffle=shuffle,
             chunk=chunk,
             validation=validation,
@@ -224,18 +220,9 @@ class Worker(Calls):
         step = self._replicas[0].steps if self._replicas else 0
         self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()})
 
-    @contextmanager
-    def lock(self, timeout_s: float = 60.0) -> Generator[None]:
+    def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
-        if self._seat is None:
-            yield
-            return
-        locks = self._seat.locks()
-        try:
-            with locks.hold(0, timeout_s=timeout_s, what="the workers' lock"):
-                yield
-        finally:
-            locks.close()
+        return nullcontext() if self._seat is None else self._seat.lock(timeout_s)
 
     def leave(self) -> None:
         """Make the last exchange and leave the run. It happens by itself when the script ends."""
@@ -275,12 +262,6 @@ class Worker(Calls):
         """The center has all that a replica has learned."""
         if self._replicas and replica is self._replicas[0]:
             self._samples.settled()
-
-    @property
-    def _is_in_step(self) -> bool:
-        """All workers make the same number of steps."""
-        rules = [replica.rule for replica in self._replicas] or [parse_rule(self._place.rule or "easgd")]
-        return any(rule.meets != "center" for rule in rules)
 
     def _rest(self) -> None:
         """This worker waits for samples of others, who must not wait for it."""
