@@ -14,7 +14,7 @@ from typing import Any
 
 from maniple.center import Segment
 from maniple.center.segment import LEFT, LIVE
-from maniple.circle.roster import PassedOver
+from maniple.circle.absence import PassedOver
 from maniple.circle.shared import Shared
 
 
@@ -34,9 +34,14 @@ def main() -> None:
         path.with_suffix(".part").rename(path)
 
     def enter() -> int:
-        if circle.enter() and (told := circle.await_parcel()) is not None:
-            return int(told.read_text())
-        return made
+        while True:
+            circle.roster.leave()
+            try:
+                if circle.enter() and (told := circle.await_parcel()) is not None:
+                    return int(told.read_text())
+                return made
+            except (PassedOver, FileNotFoundError):
+                continue
 
     def say(*words: Any) -> None:
         print(*words, flush=True)
@@ -51,7 +56,6 @@ def main() -> None:
         try:
             found = resident.all_reduce("sum", weight=1.0, **options)
         except PassedOver:
-            circle.roster.leave()
             made = enter()
             say("again", made)
             continue

@@ -7,7 +7,7 @@ the average is where the optimizer looks for it. `used_i` is 1 where this worker
 worker has used keeps none, as in training alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,32 @@ _copy_all: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 - one call for a
 class Gradients:
     """The gradients of the parameters that are trained, and buffers that are averaged with them."""
 
-    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+    def __init__(self, module: nn.Module, *, buffers: bool, trained: Callable[[], Iterable[Tensor]]) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise InvalidArgument("no parameter of the model requires a gradient (0, at least 1 is needed).")
-        self._module = module
+        self._module, self._trained = module, trained
         self._parameters = [p for _, p in named]
-        self._buffers = [b for b in module.buffers() if b.is_floating_point()] if buffers else []
+        self._known = {id(p) for p in self._parameters}
+        # Only what is learned from batches: other buffers are constants.
+        running = [b for name, b in module.named_buffers() if name.rpartition(".")[2].startswith("running_")]
+        self._buffers = [b for b in running if b.is_floating_point()] if buffers else []
         entries = [Entry(name, tuple(p.shape), _dtype(p)) for name, p in named]
         entries += [Entry(f"buffer.{i}", tuple(b.shape), _dtype(b)) for i, b in enumerate(self._buffers)]
         entries.append(Entry(_USED, (len(named),), entries[0].dtype))
         self._layout = Layout(entries)
         self._views: list[Tensor] = []
+
+    def _check(self) -> None:
+        """Raise InvalidArgument if a parameter that is trained has a gradient and no place here."""
+        for parameter in self._trained():
+            if parameter.grad is not None and id(parameter) not in self._known:
+                names = {id(p): name for name, p in self._module.named_parameters()}
+                raise InvalidArgument(
+                    f"{names.get(id(parameter), 'a parameter of the optimizer')!r} has a gradient that is not "
+                    "averaged: it did not require one, or was no part of the model, when that was shared. Share the "
+                    "model after it is built and unfrozen."
+                )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -66,6 +80,7 @@ class Gradients:
     def collect(self, given: Any = None) -> None:
         """Bring this worker's gradients into the vectors."""
         refuse_given(given)
+        self._check()
         count = len(self._parameters)
         used, targets, sources = torch.ones(count), list[Tensor](), list[Tensor]()
         for i, parameter in enumerate(self._parameters):

@@ -28,14 +28,28 @@ Total = Callable[[Array], None]  # sums an array over all workers, in place
 def synchronise(module: nn.Module, total: Total) -> Callable[[], None]:
     """Let the batch-norm layers of `module` count the batches of all workers; gives back what undoes it."""
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    held = _Held(total)
     for layer in layers:
-        layer.forward = functools.partial(_forward, layer, total)  # pyright: ignore[reportAttributeAccessIssue]
+        layer.forward = functools.partial(_forward, layer, held)  # pyright: ignore[reportAttributeAccessIssue]
 
     def undo() -> None:
         for layer in layers:
             del layer.forward
 
     return undo
+
+
+class _Held:
+    """The sum over all workers, which copies of a model have in common."""
+
+    def __init__(self, total: Total) -> None:
+        self._total = total
+
+    def __call__(self, x: Array) -> None:
+        self._total(x)
+
+    def __deepcopy__(self, memo: Any) -> "_Held":
+        return self
 
 
 @torch.compiler.disable

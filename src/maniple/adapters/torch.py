@@ -98,7 +98,12 @@ class Module:
 
     def gradients(self, *, buffers: bool) -> Gradients:
         """The gradients as flat vectors."""
-        return Gradients(self._module, buffers=buffers and self._has_buffers)
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return Gradients(
+            self._module,
+            buffers=buffers and self._has_buffers,
+            trained=lambda: (parameter for group in groups for parameter in group["params"]),
+        )
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
         """Let batch-norm layers count the batches of all workers; gives back what undoes it."""
@@ -121,7 +126,8 @@ class Module:
             if momentum == "reset":
                 tensor.zero_()
             else:
-                flat = tensor.to("cpu", torch.float32, copy=True).contiguous().view(-1)
+                dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+                flat = tensor.to("cpu", dtype, copy=True).contiguous().view(-1)
                 average(flat.numpy())
                 tensor.copy_(flat.view(tensor.shape))
 

@@ -110,6 +110,8 @@ class Segment:
         _write_owner(path / "host", run)
         segment = cls(path)
         segment._guard = guard
+        for old in path.glob("circle-*"):  # nobody is left of those who met there
+            old.unlink(missing_ok=True)
         for rank in range(MAX_WORKERS):
             if segment.state(rank) == LIVE:
                 segment.mark(rank, DEAD)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from maniple.circle.absence import PassedOver
 from maniple.circle.call import Call
 from maniple.circle.packing import is_packed
 from maniple.circle.resident import done
@@ -28,7 +29,7 @@ class Pieces:
 
     def __init__(self, roster: Roster, slots: Slots) -> None:
         self._roster, self._slots = roster, slots
-        self._serial, self._turn = 0, 0
+        self._serial, self._before, self._turn = 0, 0, 0
         self._slot: Array = np.empty(0, np.uint8)
 
     def show(self, call: Call, data: Array, take: Take) -> tuple[int, ...]:
@@ -72,6 +73,8 @@ class Pieces:
         """None if the workers were not those one has thought of, and it must be made again."""
         roster, table = self._roster, self._roster.table
         whom = roster.members()
+        if roster.rank not in whom:
+            raise PassedOver
         wire = "float16" if x.dtype == np.float16 else call.wire
         is_half = x.dtype == np.float16 or is_packed(x, wire)
         slot = self._half(2 * x.size if is_half else x.nbytes)
@@ -112,10 +115,10 @@ class Pieces:
         """The half of this worker's slot whose turn it is, with room for `size` bytes."""
         self._turn += 1
         if 2 * size > self._slot.size or not self._serial:
-            before = self._serial
+            if self._before:
+                self._slots.forget(self._before)  # its last readers have met us since
+            self._before = self._serial
             self._serial, self._slot = self._slots.make(max(8192, 2 << (max(1, size) - 1).bit_length()))
-            if before > 1:
-                self._slots.forget(before - 1)  # its last readers have met us since
         return _cut(self._slot, self._turn)
 
     @property

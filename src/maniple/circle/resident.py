@@ -52,15 +52,14 @@ class InPlace:
         waited = roster.waited_s
         self._own.head[0] = 0
         call = Call("resident", 0, self._dtype, self._count, op, 0, "float32", weight)
-        ranks = roster.meet(call, slot=self._serial, quorum=quorum)
-        weights = [roster.table.weight(rank, roster.meeting) for rank in ranks]
-        views = [self._view(rank, roster.table.slot(rank, roster.meeting)) for rank in ranks]
-        is_changing = len(ranks) > 1 and (op != "mean" or sum(weights) > 0)
-        if is_changing:
-            self._under_way = ranks, views, op, weights
-            with roster.whole():
+        with roster.whole():
+            ranks = roster.meet(call, slot=self._serial, quorum=quorum)
+            weights = [roster.table.weight(rank, roster.meeting) for rank in ranks]
+            views = [self._view(rank, roster.table.slot(rank, roster.meeting)) for rank in ranks]
+            if len(ranks) > 1 and (op != "mean" or sum(weights) > 0):
+                self._under_way = ranks, views, op, weights
                 _combine_part(views, ranks.index(circle.rank), op, weights)
-        roster.let_in(roster.meet(call, slot=self._serial))
+        roster.let_in(roster.meet(call, slot=self._serial, is_end=True))
         self._under_way = None
         return done(op, ranks, weights, roster.waited_s - waited)
 

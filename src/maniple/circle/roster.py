@@ -1,7 +1,7 @@
 """The roster: who belongs to a circle in shared memory, and their meetings.
 
-Meetings are numbered. A worker comes to meeting k by writing k into its row; it goes on when all who belong to that
-meeting have come. Who belongs to it is the same for everybody:
+Meetings are numbered. A worker comes to meeting k by writing k into its row, and goes on when all who belong to it have
+come. Who belongs to it is the same for everybody:
 
 - who leaves writes, before that, at which meeting it will be no more;
 - who has died (the kernel gave its lock back) without coming is dismissed by one who waits for it, under the table's
@@ -17,24 +17,20 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from maniple.circle.absence import PassedOver, missed, torn
 from maniple.circle.call import Call, compare
 from maniple.circle.table import NEVER, Table
-from maniple.errors import WaitedTooLong
+from maniple.errors import CallMismatch
 
 _NAP_S = 0.01  # of two rings at once one may be lost: who waits looks by itself, too
 _LOOK_S = 0.05  # how often it looks after those it waits for
-
-
-class PassedOver(Exception):
-    """The others have gone on without this worker."""
 
 
 class Roster:
     """One worker's part in a circle.
 
     Attributes:
-        others: the rosters of this worker in circles where one may wait for it meanwhile. Not both ways: if each of two
-            circles went on without those who wait in the other, neither would be whole.
+        others: those in circles where one may wait for this worker meanwhile; not both ways, else neither were whole.
         on_wait: called again and again while waiting; may raise to give up.
         on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
         on_newcomers: makes the newcomers' parcel, if they need one to begin.
@@ -66,9 +62,9 @@ class Roster:
 
         Of those expected, one that `is_absent` is not waited for.
         """
-        table = self.table
+        table, self.is_refounded = self.table, False
         self._take_row()
-        self.wait(lambda: self._is_settled(expected, is_absent), "to begin", expected)
+        self.wait(lambda: self._is_settled(expected, is_absent), "the beginning", expected)
         with table.alone():
             if not table.is_founded:
                 for rank in expected:
@@ -81,31 +77,34 @@ class Roster:
                 table.knock(self.rank)
         table.bell.ring()
         if is_late:
-            self.wait(self._is_let_in, "to be let in", range(table.height))
+            self.wait(self._is_let_in, "the entrance", range(table.height))
             self.meeting = table.first(self.rank) - 1
             self.is_in = True
         return is_late
 
-    def meet(self, call: Call, *, slot: int = 0, expected: int = 0, quorum: int = 0) -> tuple[int, ...]:
-        """Come to the next meeting; gives those who belong to it when all have come.
+    def meet(
+        self, call: Call, *, slot: int = 0, expected: int = 0, quorum: int = 0, is_end: bool = False
+    ) -> tuple[int, ...]:
+        """Come to the next meeting; gives those who belong to it when all have come, or `quorum` of them.
 
-        With a `quorum`, it is enough that so many have come: the others are dismissed. Raises PassedOver if this worker
-        is one of those.
+        Raises PassedOver if the others have gone on without this worker.
         """
         table, meeting = self.table, self.meeting + 1
-        if table.last(self.rank) <= meeting:
+        if self._is_torn:
+            raise torn(self.rank, self._name)
+        if not self.is_in or table.last(self.rank) <= meeting:
             raise PassedOver
-        table.say(self.rank, meeting, call, slot=slot, expected=expected)
-        table.come(self.rank, meeting)
-        self.meeting = meeting
-        table.bell.ring()
-        is_done = functools.partial(self._is_closed, meeting, quorum) if quorum else None
         with self.whole():
-            self.wait(is_done or (lambda: not self._missing(meeting)), call.kind, None)
+            table.say(self.rank, meeting, call, slot=slot, expected=expected)
+            self.meeting = meeting
+            table.come(self.rank, meeting)
+            table.bell.ring()
+            self.wait(functools.partial(self._is_closed, meeting, quorum), call.kind, None)
         members = self.members(meeting)
         if self.rank not in members:
             raise PassedOver
-        if not all(table.is_same(self.rank, rank, meeting) for rank in members):
+        # The end of a call is not compared: with a quorum, the others may be far ahead when this worker wakes.
+        if not is_end and not all(table.is_same(self.rank, rank, meeting) for rank in members):
             compare(self.rank, {rank: table.said(rank, meeting) for rank in members})
         return members
 
@@ -114,6 +113,8 @@ class Roster:
         """What is begun in this block is owed to the others: cut short, this worker is as good as dead to them."""
         try:
             yield
+        except (PassedOver, CallMismatch):  # all are at the same point
+            raise
         except BaseException:
             self._is_torn = True
             raise
@@ -121,15 +122,18 @@ class Roster:
     def let_in(self, members: tuple[int, ...]) -> None:
         """At the end of a call, whose last meeting these came to: those who knocked belong to the next one."""
         table = self.table
-        seen = min(table.heard(rank, self.meeting) for rank in members)
-        if seen:
-            for rank in range(table.height):
-                if 0 < table.knocked(rank) <= seen and table.first(rank) == 0:
+        seen = min((table.heard(rank, self.meeting) for rank in members), default=0)
+        news = [r for r in range(table.height) if seen and 0 < table.knocked(r) <= seen and table.first(r) == 0]
+        if not news:
+            return
+        with table.alone():
+            for rank in news:
+                if self.is_current and 0 < table.knocked(rank) <= seen and table.first(rank) == 0:
                     table.admit(rank, self.meeting + 1)
-                    table.bell.ring()
+        table.bell.ring()
 
     def leave(self) -> None:
-        """Take no part from the next meeting on."""
+        """Take no part from now on."""
         if self.is_in:
             self.is_in = False
             if not self._is_torn and self.table.last(self.rank) == NEVER:
@@ -149,7 +153,7 @@ class Roster:
         if self.rank not in table.members(self.meeting + 1):
             return False
         is_knocking = table.first(rank) == 0 and table.knocked(rank) > 0 and table.is_alive(rank)
-        return is_knocking or table.count(rank) > self.meeting
+        return is_knocking or (table.first(rank) > 0 and table.count(rank) > self.meeting)
 
     @property
     def is_current(self) -> bool:
@@ -158,21 +162,19 @@ class Roster:
 
     @property
     def is_alone(self) -> bool:
-        """No other worker that belongs to it is alive."""
-        others = (rank for rank in self.members() if rank != self.rank)
-        return not any(self.table.is_alive(rank) for rank in others)
+        """Nobody is alive who belonged to it before those who enter now."""
+        old = (rank for rank in self.members() if self.table.first(rank) <= self.meeting)
+        return not any(self.table.is_alive(rank) for rank in old)
 
     def _take_row(self) -> None:
         """Wait until the row is free: until nobody needs what the process before this one has left there."""
         table = self.table
-        with table.alone():
-            table.grow(self.rank)
-        self.wait(self._is_row_free, "for its predecessor to be dismissed", range(table.height))
-        with table.alone():
-            if not self._is_claimed:
-                table.live(self.rank)
-                self._is_claimed = True
-            table.claim(self.rank, self.incarnation)
+        table.grow(self.rank)
+        self.wait(self._is_row_free, "the entrance, which its predecessor still holds,", range(table.height))
+        if not self._is_claimed:
+            table.live(self.rank)
+            self._is_claimed = True
+        table.claim(self.rank, self.incarnation)
 
     def _is_row_free(self) -> bool:
         table = self.table
@@ -219,13 +221,14 @@ class Roster:
 
     def _is_closed(self, meeting: int, quorum: int) -> bool:
         table = self.table
-        if table.settled >= meeting:
-            return True
+        if not quorum or table.settled >= meeting:
+            return bool(quorum) or not self._missing(meeting)
         with table.alone():
             if table.settled < meeting:
                 members = table.members(meeting)
-                late = [rank for rank in members if table.count(rank) < meeting]
-                if len(members) - len(late) >= min(quorum, len(members)):
+                missing = self._missing(meeting)
+                late = [rank for rank in missing if table.first(rank) < meeting]  # newcomers come at once, and must
+                if len(missing) == len(late) and len(members) - len(late) >= min(quorum, len(members)):
                     for rank in late:
                         table.dismiss(rank, meeting)
                     table.settle(meeting)
@@ -267,7 +270,7 @@ class Roster:
                     self.greet(table.members(meeting - 1), meeting)
                 continue
             with table.alone():
-                if table.count(rank) >= meeting or table.last(rank) <= meeting:
+                if rank not in self._missing(meeting):  # another has seen to it, and it may be a successor now
                     continue
                 if is_dead and self.on_missing(rank):
                     table.repeat(rank, meeting)
@@ -278,9 +281,12 @@ class Roster:
 
     def greet(self, old: list[int], meeting: int) -> None:
         """Make the parcel of those whose first meeting this is, if nobody before us among the living will."""
+        there = self.table.members(meeting)
         for rank in old:
+            if rank not in there:
+                continue
             if rank == self.rank:
-                if any(self.table.first(r) == meeting for r in self.table.members(meeting)):
+                if any(self.table.first(r) == meeting for r in there):
                     self.greeted = meeting
                     self.on_newcomers(meeting)
                 return
@@ -292,9 +298,4 @@ class Roster:
             who = self._missing(self.meeting)
         else:
             who = [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]
-        names = ", ".join(f"worker {rank}" for rank in who) or "others"
-        raise WaitedTooLong(
-            f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} (limit "
-            f"{self.deadline_s:g} s). Alive but not coming: look at the log and the stack of each, whether all make "
-            "the same calls; raise --circle-deadline if their steps take longer."
-        )
+        raise missed(self.rank, who, phase, self._name, waited_s, self.deadline_s)

@@ -13,11 +13,12 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.center.segment import DEAD, LEFT, Segment
+from maniple.circle.absence import PassedOver
 from maniple.circle.call import Call, check_reduction, check_values
 from maniple.circle.packing import opened, packed
 from maniple.circle.pieces import Pieces
 from maniple.circle.resident import InPlace, Private
-from maniple.circle.roster import PassedOver, Roster
+from maniple.circle.roster import Roster
 from maniple.circle.slots import Slots
 from maniple.contracts import Array, Resident, Round
 from maniple.errors import InvalidArgument, PeerLost
@@ -57,7 +58,9 @@ class Shared:
     def enter(self) -> bool:
         """Take part from now on; True if the others were there already. Calls do it by themselves."""
         self._has_entered = True
-        return self.roster.enter(range(self._world), self._is_absent)
+        is_late = self.roster.enter(range(self._world), self._is_absent)
+        self.slots.clear()
+        return is_late
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round:
         """Put together what all workers have, for all."""
@@ -166,9 +169,14 @@ class Shared:
         """The parcel for this worker, which has entered late; None if nobody is left to make one."""
         if self.roster.is_refounded:
             return None
-        path = self.parcel(self.roster.meeting + 1)
-        whom = range(self.roster.table.height)
-        self.roster.wait(lambda: path.exists() or self.roster.is_alone, "for the others' state", whom)
+        roster, path = self.roster, self.parcel(self.roster.meeting + 1)
+
+        def is_done() -> bool:
+            return path.exists() or roster.is_alone or not roster.is_current
+
+        roster.wait(is_done, "the entrance, for the others' state,", range(roster.table.height))
+        if not path.exists() and not roster.is_current:
+            raise PassedOver
         return path if path.exists() else None
 
     def forget_parcel(self) -> None:

@@ -18,9 +18,13 @@ class Slots:
         self._folder, self._name, self._rank, self._incarnation = folder, name, rank, incarnation
         self._mapped: dict[tuple[int, int, int], Array] = {}
         self._serials: list[int] = []
-        for path in folder.glob(f"{name}.{rank}.*"):  # of the processes before this one, which nobody reads any more
-            with suppress(FileNotFoundError):
-                path.unlink()
+
+    def clear(self) -> None:
+        """Remove the slots of the processes before this one, once nobody reads them any more."""
+        mine = f"{self._name}.{self._rank}.{self._incarnation}."
+        for path in self._folder.glob(f"{self._name}.{self._rank}.*"):
+            if not path.name.startswith(mine):
+                path.unlink(missing_ok=True)
 
     def make(self, size: int) -> tuple[int, Array]:
         """A new slot of this worker: its serial number and its bytes."""

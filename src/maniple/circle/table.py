@@ -82,7 +82,7 @@ class Table:
     def claim(self, rank: int, incarnation: int) -> None:
         """Make row `rank` that of a process that is in no meeting yet."""
         row = _row(rank)
-        self._words[row + _FIRST] = self._words[row + _COUNT] = self._words[row + _KNOCKED] = 0
+        self._words[row + _FIRST] = self._words[row + _KNOCKED] = 0  # the count stays: meetings never go back
         self._words[row + _LAST] = NEVER
         self._words[row + _HOLDER] = incarnation + 1
 
@@ -183,13 +183,14 @@ class Table:
         return self._words[_HEIGHT]
 
     def grow(self, rank: int) -> None:
-        """There is a row `rank` now; under the table's lock."""
+        """There is a row `rank` now."""
         if rank >= CAPACITY:
             raise InvalidArgument(
                 f"worker {rank} cannot enter a circle in shared memory, which has room for ranks below {CAPACITY}. "
                 "Use --circle torch, or a rule of the center."
             )
-        self._words[_HEIGHT] = max(self._words[_HEIGHT], rank + 1)
+        with self.alone():
+            self._words[_HEIGHT] = max(self._words[_HEIGHT], rank + 1)
 
     def alone(self) -> AbstractContextManager[None]:
         """Be the only one who decides about others."""

@@ -58,6 +58,11 @@ class BSP(Rule):
         """At each step with gradients, or every few steps with values."""
         return "gradients" if self.average == "gradients" else "values"
 
+    @property
+    def memory(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of parameters only
+        """The last mean of the parameters, which is what the center shows."""
+        return self.average == "parameters"
+
     def offer(self, x: Array, memory: Array | None, out: Array) -> None:
         """What this worker gives to the mean."""
         del memory
@@ -65,8 +70,17 @@ class BSP(Rule):
 
     def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
         """Take the mean."""
-        del memory, moment
+        del moment
         x[:] = total
+        if memory is not None:
+            memory[:] = total
+
+    def shared(self, x: Array, memory: Array | None) -> Array:
+        """The last mean."""
+        return x if memory is None else memory
+
+    def remember(self, c: Array, memory: Array) -> None:
+        memory[:] = c
 
 
 class LocalSGD(BSP):

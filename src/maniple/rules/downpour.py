@@ -54,6 +54,10 @@ class Downpour(Rule):
         del moment
         return Act("compensated" if self.compensate else "blend", 1.0, 1.0, is_change=True)
 
+    def shared(self, x: Array, memory: Array | None) -> Array:
+        """The center with all changes."""
+        return x if memory is None else memory
+
     def remember(self, c: Array, memory: Array) -> None:
         memory[:] = c
 

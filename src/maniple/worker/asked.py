@@ -41,8 +41,21 @@ def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
             f"{rule!r} goes on without those who are late, which only the circle in shared memory can (this one is "
             f"{circle.name}). Use --circle shared, or BSP()."
         )
+    if rule.quorum > 0 and rule.norm == "synchronised":
+        raise InvalidArgument(
+            f'{rule!r}: norm="synchronised" waits for all workers in each layer, so nobody is ever late. Use BSP().'
+        )
     if rule.quorum > 0 and wire != "float32":
         raise InvalidArgument(f"{rule!r} works on values as they are, not in {wire}. Leave --wire out, or use BSP().")
+
+
+def check_return(place: Place, replicas: Sequence[Replica]) -> None:
+    """Raise InvalidArgument if a worker that was started again would have to enter two circles at once."""
+    if place.restarts and any(replica.rule.meets != "center" for replica in replicas):
+        raise InvalidArgument(
+            f"worker {place.rank} was started again, but a run that shares 2 models in the circle cannot take workers "
+            "back: the others go on without it. Start the run again with --resume, or share both as one module."
+        )
 
 
 def is_in_step(place: Place, replicas: Sequence[Replica]) -> bool:

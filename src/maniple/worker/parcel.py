@@ -19,10 +19,10 @@ _OPTIMIZER = "optimizer/"
 
 def write_parcel(
     path: Path, model: Adapter, memory: Sequence[Array], extra: dict[str, Array], plain: dict[str, Any]
-) -> None:
-    """Write it whole or not at all; once is enough."""
+) -> bool:
+    """Write it whole or not at all; False if it is there already."""
     if path.exists():
-        return
+        return False
     arrays, state = model.optimizer_state()
     parts = extra | {_OPTIMIZER + name: value for name, value in arrays.items()}
     model.begin()
@@ -34,6 +34,7 @@ def write_parcel(
     with part.open("wb") as file:
         np.savez(file, allow_pickle=False, **parts)
     part.rename(path)
+    return True
 
 
 def take_parcel(

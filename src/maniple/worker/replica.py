@@ -28,9 +28,13 @@ class Replica:
 
     Attributes:
         pace: when an exchange is due.
+        rounds, waited_s: the rounds in which all workers met, and the time spent waiting for them.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps, total_samples: the steps made and the samples seen so far.
     """
+
+    rounds: int = 0
+    waited_s: float = 0.0
 
     def __init__(
         self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
@@ -77,7 +81,7 @@ class Replica:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
 
     def rest(self) -> None:
-        """Nobody is to wait for this replica until its next step; of a rule of the center nobody does."""
+        """Nobody is to wait for this replica until its next step: with a rule of the center nobody does."""
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

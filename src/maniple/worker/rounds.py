@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from maniple.adapters import Adapter
-from maniple.circle.roster import PassedOver
+from maniple.circle.absence import PassedOver
 from maniple.circle.shared import Shared
 from maniple.contracts import Array, Circle, Round
 from maniple.record import Events
@@ -73,8 +73,7 @@ class Rounds:
         """Begin with the others: with the values of the first worker, or with the state of those who are there."""
         if self._elastic is not None:
             self._elastic.roster.on_newcomers = self._write_parcel
-            if self._elastic.enter():
-                self._take_parcel()
+            self._enter_elastic(self._elastic)
             return
         self._model.begin()
         for i in range(len(self._model.entries)):
@@ -91,8 +90,11 @@ class Rounds:
         if every and self.count and self.count % every == 0:
             self._compare(is_shadow)
 
-    def meet(self, weight: float) -> None:
-        """One round; if the others have gone on without this worker, with their state and without its own values."""
+    def meet(self, weight: float, before: Callable[[], None] = lambda: None) -> None:
+        """One round; if the others have gone on without this worker, with their state and without its own values.
+
+        `before` is what all do before a round, for one who must do it again.
+        """
         quorum = {"quorum": self._rule.quorum} if self._rule.quorum else {}
         while True:
             try:
@@ -100,6 +102,8 @@ class Rounds:
                 break
             except PassedOver:
                 self._enter_again()
+                self.begin(is_shadow=True)
+                before()
                 self.clear()
                 weight = 0.0
         self.count += 1
@@ -135,9 +139,18 @@ class Rounds:
     def _enter_again(self) -> None:
         assert self._elastic is not None
         self._events.write("passed over", rounds=self.count)
-        self._elastic.roster.leave()
-        if self._elastic.enter():
-            self._take_parcel()
+        self._enter_elastic(self._elastic)
+
+    def _enter_elastic(self, circle: Shared) -> None:
+        """Enter, also if the others go on again before this worker has their state."""
+        while True:
+            circle.roster.leave()
+            try:
+                if circle.enter():
+                    self._take_parcel()
+                return
+            except (PassedOver, FileNotFoundError):  # the parcel was for another
+                continue
 
     def _digest(self) -> Array:
         self._model.begin()
@@ -159,8 +172,8 @@ class Rounds:
         count = len(self._model.entries)
         memory = [value for i in range(count) if (value := self._holder.memory_of(i)) is not None]
         extra = {} if self._digests is None else {"digests": self._digests}
-        write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, {"rounds": self.count})
-        self._events.write("greeted", meeting=meeting)
+        if write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, {"rounds": self.count}):
+            self._events.write("greeted", meeting=meeting)
 
     def _take_parcel(self) -> None:
         """Take the others' state; if nobody is left to give it, the center's."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 
 from maniple.adapters import Adapter
-from maniple.circle.roster import PassedOver
+from maniple.circle.absence import PassedOver
 from maniple.contracts import Array, Center, Circle, Moment
 from maniple.errors import InvalidArgument
 from maniple.pace import Pace, RateLimit
@@ -56,12 +56,12 @@ class Synced(Replica):
             self._undos.append(model.synchronise_norm(self._total))
 
     @property
-    def rounds(self) -> int:
+    def rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - counted elsewhere
         """The rounds so far."""
         return self._rounds.count
 
     @property
-    def waited_s(self) -> float:
+    def waited_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The time spent waiting for the other workers so far."""
         return self._rounds.waited_s
 
@@ -78,6 +78,8 @@ class Synced(Replica):
         """
         if self._gradients is None:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
+        if self._is_finished:
+            return
         self._rounds.begin()
         begin = time.perf_counter()
         self.is_exchanging = True
@@ -127,7 +129,7 @@ class Synced(Replica):
             self._model.begin()
             for i, out in enumerate(self._offers):
                 self._rule.offer(self._model.array(i), self.memory_of(i), out)
-            self._rounds.meet(1.0)
+            self._rounds.meet(1.0, lambda: self._settle_moments(0.0))
             self._accept()
         finally:
             self.is_exchanging = False
@@ -168,6 +170,8 @@ class Synced(Replica):
         for undo in self._undos:
             undo()
         if exchange and not self._is_center:
+            if self._gradients is None and self._since_exchange:
+                self.exchange()
             is_newest = self._rounds.is_current if self._rounds.is_elastic else self._shadow()
             if is_newest:  # else the others know more, and keep it
                 self._keep()
@@ -184,7 +188,7 @@ class Synced(Replica):
 
     def _accept(self) -> None:
         weight = self._rounds.last.weight
-        moment = Moment(step=self.steps, live=max(1, round(weight)))
+        moment = Moment(step=self.rounds * getattr(self.pace, "n", 1), live=max(1, round(weight)))  # the same for all
         for i, total in enumerate(self._offers) if weight else ():
             if self._rule.norm == "local" and self._model.is_buffer(i):
                 continue
@@ -231,7 +235,8 @@ class Synced(Replica):
             return
         begin = time.perf_counter()
         with shown(self._model, self._rule, self._layout, self._memory):
-            self._timed("keep", self._center.push, self._model)
+            outcome, _ = self._timed("keep", self._center.push, self._model)
+        self._refusals.mind(outcome)
         self._keep_pace.exchanged(time.perf_counter() - begin, self._layout.size_bytes)
 
     def memory_of(self, i: int) -> Array | None:

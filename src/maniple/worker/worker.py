@@ -21,7 +21,7 @@ from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
-from maniple.worker.asked import is_in_step, settle
+from maniple.worker.asked import check_return, is_in_step, settle
 from maniple.worker.circles import Circles
 from maniple.worker.ending import watch_the_end
 from maniple.worker.logged import plain
@@ -138,9 +138,8 @@ class Worker(Calls):
             refuse_center(self._place)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
-        center = None
+        center, name = None, f"center-{len(self._replicas)}"
         if self._seat is not None:
-            name = f"center-{len(self._replicas)}"
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
             self._events.write(
                 "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
@@ -157,6 +156,7 @@ class Worker(Calls):
         from maniple.worker.synced import Synced
 
         circle = self._circles.open(f"circle-{len(self._replicas)}")
+        check_return(self._place, self._replicas)
         self._samples.check_circle(circle.name)
         return Synced(adapter, center, circle, wire=wire, **settings)
 
