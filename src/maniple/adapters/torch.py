@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from maniple.adapters.buckets import Buckets
 from maniple.adapters.gradients import Gradients
 from maniple.adapters.moments import moments, packed, unpack
 from maniple.adapters.norm import synchronise
@@ -90,6 +91,16 @@ class Module:
     def gradients(self, *, buffers: bool) -> Gradients:
         """The gradients as flat vectors."""
         return Gradients(self._module, buffers=buffers and self._has_buffers)
+
+    def buckets(self, *, buffers: bool) -> Buckets:
+        """The same, in parts that are complete one after the other."""
+        return Buckets(self._module, buffers=buffers and self._has_buffers)
+
+    @property
+    def device(self) -> str:
+        """The GPU on which all parameters lie, else the CPU."""
+        found = {str(p.device) for p in self._module.parameters()}
+        return found.pop() if len(found) == 1 and all(name.startswith("cuda") for name in found) else "cpu"
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
         """Let batch-norm layers count the batches of all workers; gives back what undoes it."""
