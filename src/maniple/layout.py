@@ -9,11 +9,12 @@ precision would round small contributions away.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from maniple.contracts import Array, Entry
+from maniple.contracts import Array, Entry, Model
 from maniple.errors import InvalidArgument, LayoutMismatch
 
 _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
@@ -103,6 +104,12 @@ class Layout:
                     "Look for sizes that depend on the rank or on the worker's own data."
                 )
         raise AssertionError("digests differ but no entry does")
+
+
+def described(model: Model) -> dict[str, Any]:
+    """What is written down of a model that is shared."""
+    layout = Layout(model.entries)
+    return {"digest": layout.digest, "parameters": len(layout.entries), "bytes": layout.size_bytes}
 
 
 def flat_dtype(entry: Entry) -> str:

@@ -210,7 +210,8 @@ def test_a_session_from_python_trains_and_is_recorded(here):
     assert nothing.returncode == 2 and "has no rows `times`" in nothing.stderr
 
 
-def test_a_picture_shows_where_the_time_went(here):
+def test_a_picture_shows_where_the_time_went(here, monkeypatch):
+    monkeypatch.setenv("MPLCONFIGDIR", str(here / "matplotlib"))
     require("matplotlib", find_spec("matplotlib") is not None, "matplotlib is not installed")
     parts = {"compute": 3.0, "exchange": 1.0, "data": 0.5, "others": 0.5, "batches": 2, "lr": 0.1, "loss": 2.0}
     for rank in (0, 1):

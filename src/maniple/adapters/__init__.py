@@ -101,3 +101,11 @@ def adapt(model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffe
         f"a model of type {type(model).__module__}.{type(model).__qualname__} cannot be shared. "
         "Pass a torch.nn.Module, or a dict from names to NumPy arrays."
     )
+
+
+def own_device(number: int) -> str:
+    """The GPU of worker `number` of a machine, where torch is in use and finds one; else the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return f"cuda:{number % torch.cuda.device_count()}"
+    return "cpu"

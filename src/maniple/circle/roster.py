@@ -18,11 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maniple.circle.call import Call, compare
-from maniple.circle.table import LOCK, NEVER, Table
+from maniple.circle.table import NEVER, Table
 from maniple.errors import WaitedTooLong
 
 _LOOK_S = 0.05  # how often one who waits looks after those it waits for
-_LOCK_S = 60.0
 
 
 class PassedOver(Exception):
@@ -68,8 +67,8 @@ class Roster:
         """
         table = self.table
         self._take_row()
-        self._wait(lambda: self._is_settled(expected, is_absent), "to begin", expected)
-        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+        self.wait(lambda: self._is_settled(expected, is_absent), "to begin", expected)
+        with table.alone():
             if not table.is_founded:
                 for rank in expected:
                     if table.holder(rank) >= 0 and (rank == self.rank or table.is_alive(rank)):
@@ -81,7 +80,7 @@ class Roster:
                 table.knock(self.rank)
         table.bell.ring()
         if is_late:
-            self._wait(self._is_let_in, "to be let in", range(table.height))
+            self.wait(self._is_let_in, "to be let in", range(table.height))
             self.meeting = table.first(self.rank) - 1
             self.is_in = True
         return is_late
@@ -101,7 +100,7 @@ class Roster:
         table.bell.ring()
         is_done = functools.partial(self._is_closed, meeting, quorum) if quorum else None
         with self.whole():
-            self._wait(is_done or functools.partial(self._have_all_come, meeting), call.kind, None)
+            self.wait(is_done or (lambda: not self._missing(meeting)), call.kind, None)
         members = self.members(meeting)
         if self.rank not in members:
             raise PassedOver
@@ -143,11 +142,13 @@ class Roster:
 
     def is_waiting_for(self, rank: int) -> bool:
         """`rank` has come to this circle, or to a meeting of it, and this worker still has to."""
+        table = self.table
         if not self.is_in:
-            return not self._is_claimed and not self.table.is_founded and self.table.is_alive(rank)
-        return (
-            self.is_in and self.rank in self.table.members(self.meeting + 1) and self.table.count(rank) > self.meeting
-        )
+            return not self._is_claimed and not table.is_founded and table.is_alive(rank)
+        if self.rank not in table.members(self.meeting + 1):
+            return False
+        is_knocking = table.first(rank) == 0 and table.knocked(rank) > 0 and table.is_alive(rank)
+        return is_knocking or table.count(rank) > self.meeting
 
     @property
     def is_current(self) -> bool:
@@ -160,19 +161,15 @@ class Roster:
         others = (rank for rank in self.members() if rank != self.rank)
         return not any(self.table.is_alive(rank) for rank in others)
 
-    def await_(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait for something that the other members do."""
-        self._wait(is_done, what, range(self.table.height))
-
     def _take_row(self) -> None:
         """Wait until the row is free: until nobody needs what the process before this one has left there."""
         table = self.table
-        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+        with table.alone():
             table.grow(self.rank)
-        self._wait(self._is_row_free, "for its predecessor to be dismissed", range(table.height))
-        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+        self.wait(self._is_row_free, "for its predecessor to be dismissed", range(table.height))
+        with table.alone():
             if not self._is_claimed:
-                table.locks.insist(self.rank + 1, timeout_s=_LOCK_S, what=f"the row of worker {self.rank}")
+                table.live(self.rank)
                 self._is_claimed = True
             table.claim(self.rank, self.incarnation)
 
@@ -193,7 +190,7 @@ class Roster:
         table = self.table
         belonging = [r for r in range(table.height) if self._belongs(r)]
         if belonging and not any(table.is_alive(r) for r in belonging if r != self.rank):
-            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            with table.alone():
                 end = max(table.count(r) for r in range(table.height)) + 1
                 for rank in belonging:
                     if not table.is_alive(rank):
@@ -213,21 +210,17 @@ class Roster:
             return True
         self._bury_all()
         if not any(self._belongs(r) for r in range(table.height)):
-            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            with table.alone():
                 if not any(self._belongs(r) for r in range(table.height)):
                     self.is_refounded = True
                     table.admit(self.rank, max(table.count(r) for r in range(table.height)) + 1)
         return bool(table.first(self.rank))
 
-    def _have_all_come(self, meeting: int) -> bool:
-        table = self.table
-        return all(table.count(rank) >= meeting for rank in table.members(meeting))
-
     def _is_closed(self, meeting: int, quorum: int) -> bool:
         table = self.table
         if table.settled >= meeting:
             return True
-        with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+        with table.alone():
             if table.settled < meeting:
                 members = table.members(meeting)
                 late = [rank for rank in members if table.count(rank) < meeting]
@@ -238,7 +231,7 @@ class Roster:
                     table.bell.ring()
         return table.settled >= meeting
 
-    def _wait(self, is_done: Callable[[], bool], phase: str, whom: range | None) -> None:
+    def wait(self, is_done: Callable[[], bool], phase: str, whom: range | None) -> None:
         """Until `is_done`; looks after those it waits for, and raises WaitedTooLong past the deadline."""
         bell, count = self.table.bell, self.table.bell.count
         if is_done():
@@ -273,7 +266,7 @@ class Roster:
                 if table.first(rank) == meeting:
                     self.greet(table.members(meeting - 1), meeting)
                 continue
-            with table.locks.hold(LOCK, timeout_s=_LOCK_S, what=f"the table of {self._name}"):
+            with table.alone():
                 if table.count(rank) >= meeting or table.last(rank) <= meeting:
                     continue
                 if is_dead and self.on_missing(rank):

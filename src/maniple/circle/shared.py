@@ -167,7 +167,8 @@ class Shared:
         if self.roster.is_refounded:
             return None
         path = self.parcel(self.roster.meeting + 1)
-        self.roster.await_(lambda: path.exists() or self.roster.is_alone, "for the others' state")
+        whom = range(self.roster.table.height)
+        self.roster.wait(lambda: path.exists() or self.roster.is_alone, "for the others' state", whom)
         return path if path.exists() else None
 
     def forget_parcel(self) -> None:

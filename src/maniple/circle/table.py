@@ -16,6 +16,7 @@ as a process lives it holds the lock on byte `r + 1` of the file, so the kernel 
 
 import mmap
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from maniple.bell import Bell
@@ -26,7 +27,8 @@ from maniple.errors import InvalidArgument
 
 CAPACITY = 512
 NEVER = 1 << 62  # a meeting that does not come
-LOCK = 0  # the byte of the table's own lock
+_LOCK = 0  # the byte of the table's own lock
+_LOCK_S = 60.0
 _PAGE = 4096
 _HEADER_WORDS = _PAGE // 8
 _FOUNDED, _KNOCKS, _SETTLED, _HEIGHT = 1, 2, 3, 4  # words of the header
@@ -188,6 +190,14 @@ class Table:
                 "Use --circle torch, or a rule of the center."
             )
         self._words[_HEIGHT] = max(self._words[_HEIGHT], rank + 1)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Be the only one who decides about others."""
+        return self.locks.hold(_LOCK, timeout_s=_LOCK_S, what="the table of a circle")
+
+    def live(self, rank: int) -> None:
+        """Show, from now to the end of this process, that the holder of row `rank` is alive."""
+        self.locks.insist(rank + 1, timeout_s=_LOCK_S, what=f"the row of worker {rank} in a circle")
 
     def is_alive(self, rank: int) -> bool:
         """The process that row `rank` belongs to is alive."""

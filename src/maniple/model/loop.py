@@ -34,6 +34,8 @@ class Loop:
 
     def __init__(self, model: Model, worker: Worker, *, snapshot_epochs: int = 0, is_shown: bool = True) -> None:
         self._model, self._worker, self._is_shown = model, worker, is_shown
+        place = find()
+        self._run, self._has_restarted = place.run, place.restarts > 0
         self._last = _last_epoch(model)
         self._snapshot_epochs = snapshot_epochs
         self._optimizer = None if isinstance(model.params, Mapping) else getattr(model, "optimizer", None)
@@ -41,15 +43,15 @@ class Loop:
         self._replica.samples = getattr(model.data, "batch_size", 1)
         self._is_together = self._replica.rule.meets != "center" and worker.world > 1
         self._looks: Sampler | Shard | None = None
-        if not self._is_together:
+        # Where there is a controller, not by a call of the circle: a worker that comes back belongs to the circle of
+        # gradients before it makes its first call, so the others would wait for it there, and it for them here.
+        if not self._is_together or place.segment is not None or place.address is not None:
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
         self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
         every = int(getattr(model, "record_every", _RECORD_EVERY))
         self._recorder = Recorder(worker, self._replica, every=every, is_shown=is_shown, lr=self._lr)
         self._rows: list[dict[str, Any]] = []
-        place = find()
-        self._run, self._has_restarted = place.run, place.restarts > 0
         self._skipped = 0  # batches of the first epoch that the others have made already
 
     def run(self) -> None:

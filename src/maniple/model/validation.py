@@ -1,7 +1,7 @@
 """Validation: each worker looks at its part of the data, and the means over all parts are put together.
 
-Workers of a synchronous rule meet for it. Those of an asynchronous one come at different times, and none waits: each
-tells the controller what it has found, and who comes last gets the means over all.
+None waits for it: each tells the controller what it has found, and who comes last gets the means over all. Only where
+another launcher has started the workers, and there is no controller, do they meet for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

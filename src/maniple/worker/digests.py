@@ -16,7 +16,8 @@ def digests(values: Iterable[Array]) -> Array:
 
 def compare(found: Mapping[int, Array], entries: Sequence[Entry], rounds: int) -> None:
     """Raise Desynced, with the first parameter that differs and whose it is, unless all digests are the same."""
-    for i in range(min(len(one) for one in found.values())):
+    found = {rank: one for rank, one in found.items() if len(one)}  # of those who have any
+    for i in range(min((len(one) for one in found.values()), default=0)):
         values = [int(one[i]) for one in found.values()]
         usual = max(set(values), key=values.count)
         others = [str(rank) for rank, one in found.items() if int(one[i]) != usual]

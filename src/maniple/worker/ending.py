@@ -1,10 +1,13 @@
 """The ways in which a worker's script may end."""
 
 import atexit
+import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+from maniple.errors import ManipleError
 
 OnError = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -13,7 +16,7 @@ def watch_the_end(
     *, at_exit: Callable[[], None], on_error: OnError, on_sigterm: Callable[[int, FrameType | None], None]
 ) -> None:
     """Call `at_exit` when the script ends, `on_error` before that if it fails, `on_sigterm` if it is told to."""
-    atexit.register(at_exit)
+    atexit.register(_end_well_or_not, at_exit)
     before = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -26,3 +29,14 @@ def watch_the_end(
             signal.signal(signal.SIGTERM, on_sigterm)
     except ValueError:  # joined outside the main thread: signals stay as they are
         pass
+
+
+def _end_well_or_not(act: Callable[[], None]) -> None:
+    """The script has ended; if the last exchange fails, the process must not end as if all were well."""
+    try:
+        act()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code if isinstance(error, ManipleError) else 1)

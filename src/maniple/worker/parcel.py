@@ -3,7 +3,7 @@
 It holds the model's arrays, the rule's memory, the optimizer's state, and what else the replica wants to tell.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _OPTIMIZER = "optimizer/"
 
 
 def write_parcel(
-    path: Path, model: Adapter, memory: Sequence[Array] | None, extra: dict[str, Array], plain: dict[str, Any]
+    path: Path, model: Adapter, memory: Sequence[Array], extra: dict[str, Array], plain: dict[str, Any]
 ) -> None:
     """Write it whole or not at all; once is enough."""
     if path.exists():
@@ -28,8 +28,7 @@ def write_parcel(
     model.begin()
     for i in range(len(model.entries)):
         parts[f"model/{i}"] = model.array(i)
-        if memory is not None:
-            parts[f"memory/{i}"] = memory[i]
+    parts |= {f"memory/{i}": value for i, value in enumerate(memory)}
     parts[_PLAIN] = np.frombuffer(msgspec.json.encode(plain | {"optimizer": state}), np.uint8)
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
@@ -37,7 +36,9 @@ def write_parcel(
     part.rename(path)
 
 
-def take_parcel(path: Path, model: Adapter, memory: Sequence[Array] | None) -> tuple[dict[str, Array], dict[str, Any]]:
+def take_parcel(
+    path: Path, model: Adapter, memory_of: Callable[[int], Array | None]
+) -> tuple[dict[str, Array], dict[str, Any]]:
     """Set model, memory and optimizer to what was written; gives the rest."""
     with np.load(path, allow_pickle=False) as file:
         arrays: dict[str, Array] = {name: file[name] for name in file.files}
@@ -46,8 +47,8 @@ def take_parcel(path: Path, model: Adapter, memory: Sequence[Array] | None) -> t
     for i in range(len(model.entries)):
         model.array(i)[:] = arrays.pop(f"model/{i}")
         model.commit(i)
-        if memory is not None:
-            memory[i][:] = arrays.pop(f"memory/{i}")
+        if (memory := memory_of(i)) is not None:
+            memory[:] = arrays.pop(f"memory/{i}")
     state = {name.removeprefix(_OPTIMIZER): arrays[name] for name in arrays if name.startswith(_OPTIMIZER)}
     model.restore_optimizer(state, plain.pop("optimizer"))
     return arrays, plain

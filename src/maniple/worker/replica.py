@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from maniple.adapters import Adapter
 from maniple.center.tensors import write_tensors
 from maniple.contracts import Array, Center, Moment, Outcome
-from maniple.errors import Diverged, HostAway, InvalidArgument
+from maniple.errors import HostAway, InvalidArgument
 from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
+from maniple.worker.refusals import Refusals
 
-_REFUSALS = 3  # so many exchanges in a row with non-finite values end the worker
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
 _PROGRESS_S = 0.5  # how often a row tells how far this worker is
 
@@ -51,14 +51,13 @@ class Replica:
         self.samples: int | None = None
         self.total_samples = 0
         self.is_exchanging = False
-        self._rule, self._model, self._center, self._events = rule, model, center, events
+        self._rule, self._model, self._center, self._events, self._worker = rule, model, center, events, worker
         self._layout = Layout(model.entries)
         self._memory: list[Array] | None = None
         if rule.memory and (center is not None or rule.meets != "center"):
             self._memory = self._layout.views(self._layout.allocate())
-        self._worker = worker
         self._since_exchange = 0
-        self._refusals = 0
+        self._refusals = Refusals()
         self._spent_s = 0.0
         self._is_center = self._is_away = False
         self._start = self._told = self._stepped = time.perf_counter()
@@ -113,7 +112,7 @@ class Replica:
         self.pace.exchanged(cost_s, outcome.size_bytes)
         self._since_exchange = 0
         self._worker.settled(self)
-        self._mind_refusals(outcome)
+        self._refusals.mind(outcome)
         self._worker.end_if_told()
 
     def publish(self) -> None:
@@ -273,24 +272,6 @@ class Replica:
                 f"{what} inside `with replica.center():`, where the model holds the shared parameters and changes are "
                 "thrown away at the end. Train outside that block; it is for looking."
             )
-
-    def _mind_refusals(self, outcome: Outcome) -> None:
-        if not outcome.refused:
-            self._refusals = 0
-            return
-        self._refusals += 1
-        first = outcome.refused[0]
-        if self._refusals >= _REFUSALS:
-            raise Diverged(
-                f"this worker offered non-finite values {self._refusals} exchanges in a row "
-                f"(limit {_REFUSALS}), first in {first!r}; the center refused them and is unharmed. "
-                "Lower the learning rate or clip gradients; with --restarts the worker begins again from the center."
-            )
-        warnings.warn(
-            f"the center refused non-finite values of {first!r} "
-            f"and gave its own instead ({len(outcome.refused)} parameters)",
-            stacklevel=4,
-        )
 
     def _remember(self, i: int, value: Array) -> None:
         if self._memory is not None:

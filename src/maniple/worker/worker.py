@@ -1,7 +1,6 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
-import sys
 import traceback
 from collections.abc import Generator, Sequence, Sized
 from contextlib import contextmanager
@@ -10,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from maniple.adapters import Adapter, adapt
+from maniple.adapters import Adapter, adapt, own_device
 from maniple.circle.calls import Calls
 from maniple.contracts import Center, Circle
 from maniple.errors import InvalidArgument, ManipleError
 from maniple.feed.batches import DEFAULT, Batches, Feeds
-from maniple.layout import Layout
+from maniple.layout import described
 from maniple.pace import Pace
 from maniple.place import Place, find, refuse_center
 from maniple.record import Events
@@ -80,17 +79,12 @@ class Worker(Calls):
         if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
-            watch_the_end(at_exit=self._leave_at_exit, on_error=self._fail, on_sigterm=self._end)
+            watch_the_end(at_exit=self.leave, on_error=self._fail, on_sigterm=self._end)
 
     @property
     def device(self) -> str:
         """Where this worker should put its model."""
-        if self._place.device:
-            return self._place.device
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available():
-            return f"cuda:{self.local_rank % torch.cuda.device_count()}"
-        return "cpu"
+        return self._place.device or own_device(self.local_rank)
 
     @property
     def _circle(self) -> Circle:
@@ -143,20 +137,12 @@ class Worker(Calls):
             refuse_center(self._place)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
-        center, is_creator = None, False
+        center = None
         if self._seat is not None:
             name = f"center-{len(self._replicas)}"
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
-            layout = Layout(adapter.entries)
             self._events.write(
-                "share",
-                rule=repr(rule),
-                pace=repr(pace),
-                wire=wire,
-                digest=layout.digest,
-                created=is_creator,
-                parameters=len(layout.entries),
-                bytes=layout.size_bytes,
+                "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
             )
         replica = self._replica(adapter, center, rule, pace, wire)
         replica.begin()
@@ -164,12 +150,12 @@ class Worker(Calls):
         return replica
 
     def _replica(self, adapter: Adapter, center: Center | None, rule: Rule, pace: Pace, wire: str) -> Replica:
+        settings: dict[str, Any] = {"rule": rule, "pace": pace, "events": self._events, "worker": self}
         if rule.meets == "center" or self._place.is_alone:
-            return Replica(adapter, center, rule=rule, pace=pace, events=self._events, worker=self)
+            return Replica(adapter, center, **settings)
         from maniple.worker.synced import Synced
 
-        circle = self._circles.open(f"circle-{len(self._replicas)}")
-        return Synced(adapter, center, circle, rule=rule, pace=pace, wire=wire, events=self._events, worker=self)
+        return Synced(adapter, center, self._circles.open(f"circle-{len(self._replicas)}"), wire=wire, **settings)
 
     def sampler(
         self,
@@ -299,16 +285,6 @@ class Worker(Calls):
             exit_code=error.exit_code if isinstance(error, ManipleError) else 1,
             traceback="".join(traceback.format_exception(kind, error, trace)),
         )
-
-    def _leave_at_exit(self) -> None:
-        """The script has ended; if the last exchange fails, the process must not end as if all were well."""
-        try:
-            self.leave()
-        except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(error.exit_code if isinstance(error, ManipleError) else 1)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM: end as if the script had ended here, so that the last exchange is made."""

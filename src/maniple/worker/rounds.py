@@ -1,0 +1,169 @@
+"""The rounds of one replica: its part in a circle, from entering it to its end."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from maniple.adapters import Adapter
+from maniple.circle.roster import PassedOver
+from maniple.circle.shared import Shared
+from maniple.contracts import Array, Circle, Round
+from maniple.record import Events
+from maniple.rules import Rule
+from maniple.worker.digests import compare, digests
+from maniple.worker.parcel import take_parcel, write_parcel
+
+
+class Holder(Protocol):
+    """What the rounds ask of their replica."""
+
+    def memory_of(self, i: int) -> Array | None: ...
+    def pull_center(self) -> None:
+        """Take the center's values."""
+        ...
+
+
+class Rounds:
+    """Vectors of one replica that all workers average, again and again.
+
+    Attributes:
+        count: the rounds so far; the same for all who are in the circle.
+        waited_s: the time spent waiting for the other workers.
+        last: what the last one did.
+    """
+
+    def __init__(
+        self,
+        circle: Circle,
+        model: Adapter,
+        sizes: dict[str, int],
+        *,
+        rule: Rule,
+        wire: str,
+        holder: Holder,
+        events: Events,
+    ) -> None:
+        self.circle = circle
+        self.count = 0
+        self.waited_s = 0.0
+        self.last = Round((circle.rank,))
+        self._elastic = circle if isinstance(circle, Shared) else None
+        self._model, self._rule, self._holder, self._events = model, rule, holder, events
+        self._resident = circle.reside(sizes, wire=wire)
+        self.flat = self._resident.flat
+        self._digests: Array | None = None  # of what was the same for all after the last exchange
+
+    @property
+    def is_elastic(self) -> bool:
+        """Workers may come and go."""
+        return self._elastic is not None
+
+    @property
+    def is_first(self) -> bool:
+        """This worker is the first of those of the last round."""
+        return self.circle.rank == min(self.last.ranks, default=self.circle.rank)
+
+    @property
+    def is_current(self) -> bool:
+        """The others have not gone on without this worker."""
+        return self._elastic is None or self._elastic.roster.is_current
+
+    def enter(self, remember: Callable[[int, Array], None]) -> None:
+        """Begin with the others: with the values of the first worker, or with the state of those who are there."""
+        if self._elastic is not None:
+            self._elastic.roster.on_newcomers = self._write_parcel
+            if self._elastic.enter():
+                self._take_parcel()
+            return
+        self._model.begin()
+        for i in range(len(self._model.entries)):
+            value = self._model.array(i)
+            self.circle.broadcast(value, root=self.circle.ranks[0])
+            remember(i, value)
+            self._model.commit(i)
+
+    def begin(self, *, is_shadow: bool = False) -> None:
+        """Before a round: see to newcomers, and compare the replicas if that is due."""
+        if self._elastic is not None:
+            self._elastic.greet()
+        every = self._rule.check_every
+        if every and self.count and self.count % every == 0:
+            self._compare(is_shadow)
+
+    def meet(self, weight: float) -> None:
+        """One round; if the others have gone on without this worker, with their state and without its own values."""
+        quorum = {"quorum": self._rule.quorum} if self._rule.quorum else {}
+        while True:
+            try:
+                self.last = self._resident.all_reduce("mean", weight=weight, **quorum)
+                break
+            except PassedOver:
+                self._enter_again()
+                self.clear()
+                weight = 0.0
+        self.count += 1
+        self.waited_s += self.last.waited_s
+        if self._elastic is not None:
+            self._elastic.forget_parcel()
+
+    def clear(self) -> None:
+        """Give nothing to the next round."""
+        for vector in self.flat.values():
+            vector[:] = 0
+
+    def settled(self) -> None:
+        """The replica has what the round gave it: remember it, if it is to be compared."""
+        every = self._rule.check_every
+        if every and self.count % every == 0:
+            self._digests = self._digest()
+
+    def total(self, x: Array) -> None:
+        """Sum `x` over all workers in place, inside of a step."""
+        while True:
+            try:
+                self.waited_s += self.circle.all_reduce(x, x, "sum").waited_s
+                return
+            except PassedOver:
+                self._enter_again()
+
+    def _enter_again(self) -> None:
+        assert self._elastic is not None
+        self._events.write("passed over", rounds=self.count)
+        self._elastic.roster.leave()
+        if self._elastic.enter():
+            self._take_parcel()
+
+    def _digest(self) -> Array:
+        self._model.begin()
+        count = self._model.parameter_count  # buffers may be each worker's own
+        return digests(self._rule.shared(self._model.array(i), self._holder.memory_of(i)) for i in range(count))
+
+    def _compare(self, is_shadow: bool) -> None:
+        """Raise Desynced unless all replicas are the same, but those whose training has come to its end."""
+        mine = self._digest() if self._rule.meets == "gradients" else self._digests
+        told = np.zeros(0, np.int64) if mine is None or is_shadow else mine
+        try:
+            found = self.circle.all_gather(np.concatenate([[self.circle.rank], told]))
+        except PassedOver:
+            return  # the round finds it too, and takes the others' state
+        compare({int(one[0]): one[1:] for one in found}, self._model.entries, self.count)
+
+    def _write_parcel(self, meeting: int) -> None:
+        assert self._elastic is not None
+        count = len(self._model.entries)
+        memory = [value for i in range(count) if (value := self._holder.memory_of(i)) is not None]
+        extra = {} if self._digests is None else {"digests": self._digests}
+        write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, {"rounds": self.count})
+        self._events.write("greeted", meeting=meeting)
+
+    def _take_parcel(self) -> None:
+        """Take the others' state; if nobody is left to give it, the center's."""
+        assert self._elastic is not None
+        path = self._elastic.await_parcel()
+        if path is None:
+            self._holder.pull_center()
+            return
+        extra, plain = take_parcel(path, self._model, self._holder.memory_of)
+        self.count, self._digests = plain["rounds"], extra.get("digests")
+        self._events.write("entered", rounds=self.count)
