@@ -19,7 +19,7 @@ from maniple.contracts import Part
 from maniple.errors import InvalidArgument
 
 _SIZE_BYTES = {"cpu": 1 << 20, "cuda": 25 << 20}
-_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportUnknownMemberType]
+_engine: Any = getattr(torch.autograd.Variable, "_execution_engine")  # noqa: B009 - torch's own wrappers use it too
 
 
 class Buckets(Gradients):
@@ -49,7 +49,12 @@ class Buckets(Gradients):
             return lambda _: self._arrive(i, on_part, on_end)
 
         handles = [p.register_post_accumulate_grad_hook(hook(i)) for i, p in enumerate(self._parameters)]
-        return lambda: [handle.remove() for handle in handles] and None
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
 
     @contextmanager
     def paused(self) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Parts: vectors that go out piece by piece, while the worker still computes the rest of them.
 
-A part is sent when it is complete; a thread hears from the others, adds up and sends the results. Every part has a place
-of its own in the circle, so the order in which workers complete theirs does not matter to what is added up.
+A part is sent as soon as it is complete; a thread then hears from the others, adds up and sends the result. All workers
+have the same parts in the same order, but a part may be sent early by one and late by another.
 """
 
 import threading
