@@ -2,14 +2,23 @@
 
 import itertools
 import os
+import re
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from .conftest import Run
+from tests.conftest import require
+from tests.contract.circle_ranks import find_mpiexec
+
+from .conftest import MANIPLE, PATIENCE_S, Run
 
 pytest.importorskip("torch")
 
@@ -97,9 +106,7 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[di
         if world not in known:
             folder = tmp_path_factory.mktemp(f"lessons{world}")
             script = folder / "script.py"
-            script.write_text(__import__("textwrap").dedent(LESSONS))
-            from .conftest import MANIPLE
-
+            script.write_text(textwrap.dedent(LESSONS))
             run = Run(folder, "run", [str(MANIPLE), "run", "--name", "run", "-n", str(world), "script.py", "out"], {})
             assert run.wait() == 0, run.output
             known[world] = [dict(np.load(folder / f"out-{rank}.npz")) for rank in range(world)]
@@ -275,3 +282,69 @@ def test_waiting_has_a_deadline_and_names_who_and_where(run: Any):
     done = run(script, "-n", "2", "--circle-deadline", "1")
     assert done.description["exit_code"] == 1
     assert "worker 1 in all_reduce" in done.log(0) and "limit 1 s" in done.log(0)
+
+
+def test_over_torch_a_killed_worker_is_named_and_ends_the_run(start: Any):
+    run = start(TRAIN, "-n", "3", "--circle", "torch", "--circle-deadline", "20", args=("10000", "0.02"))
+    run.await_event(2, "log", count=5)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.wait() == 1
+    assert "worker 1 was killed by SIGKILL" in run.output or "worker 1 has been lost" in run.log(0) + run.log(2)
+
+
+REPEAT = """
+    import hashlib, sys
+    import numpy as np
+    import torch
+    import maniple
+
+    torch.set_num_threads(1)
+    worker = maniple.join()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    replica = worker.share(model, optimizer, rule=maniple.BSP())
+    data = torch.randn(480, 6, generator=torch.Generator().manual_seed(1))
+    batches = torch.utils.data.DataLoader(data, batch_size=4, sampler=worker.sampler(data))
+    while replica.steps < 50:
+        for x in batches:
+            if replica.steps == 50:
+                break
+            optimizer.zero_grad()
+            model(x + 0.01 * torch.randn_like(x)).square().mean().backward()
+            optimizer.step()
+    values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print(f"[{worker.rank} {hashlib.sha256(values).hexdigest()}]", flush=True)
+"""
+
+
+@pytest.mark.parametrize("circle", ["shared", "torch", "mpi"])
+def test_deterministic_runs_are_the_same_to_the_bit(run: Any, tmp_path: Path, circle: str):
+    found = []
+    for _ in range(2):
+        if circle == "mpi":
+            launcher = find_mpiexec()
+            require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
+            (tmp_path / "script.py").write_text(textwrap.dedent(REPEAT))
+            env = os.environ | {"MANIPLE_DETERMINISTIC": "1"}
+            command = [str(launcher), "-n", "2", sys.executable, "script.py"]
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+            assert done.returncode == 0, done.stdout + done.stderr
+            said = done.stdout
+        else:
+            going = run(REPEAT, "-n", "2", "--deterministic", "--circle", circle)
+            assert going.description["exit_code"] == 0, going.output
+            said = going.log(0) + going.log(1)
+        found.append(sorted(re.findall(r"\[(\d) ([0-9a-f]{64})\]", said)))
+    first, second = found
+    assert len(first) == 2 and first == second
+    assert first[0][1] == first[1][1]  # and both workers have the same replica
+
+
+def test_rules_that_depend_on_who_is_faster_are_not_deterministic(run: Any):
+    script = """
+        import numpy as np, maniple
+        maniple.join().share({"w": np.zeros(3)}, rule=maniple.EASGD())
+    """
+    done = run(script, "-n", "2", "--deterministic")
+    assert done.description["exit_code"] == 2
+    assert "depends on who comes first" in done.log(0) + done.log(1)

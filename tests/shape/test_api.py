@@ -11,8 +11,8 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "ManipleError", "Prefetch", "RateLimit",
-        "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
+        "ASGD", "BSP", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD", "MSync",
+        "ManipleError", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -47,9 +47,10 @@ def test_workers_and_replicas_offer_these_members():
     assert list(inspect.signature(maniple.Feed).parameters) == ["name", "high_water", "address"]
     assert list(inspect.signature(maniple.Prefetch).parameters) == ["iterable", "ahead"]
     assert public(maniple.Worker) >= {
-        "ask", "device", "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
+        "all_gather", "all_reduce", "ask", "barrier", "broadcast", "device", "gather", "reduce", "scatter",
+        "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
     }  # fmt: skip
-    assert public(maniple.Replica) >= {"center", "exchange", "pull", "push", "step", "sync_share"}
+    assert public(maniple.Replica) >= {"center", "exchange", "no_sync", "pull", "push", "reduce", "step", "sync_share"}
 
 
 def test_models_and_sessions_offer_these_members():
@@ -82,6 +83,7 @@ SETTINGS = [
                 "--bind",
                 "--circle",
                 "--circle-deadline",
+                "--deterministic",
                 "--devices",
                 "--feed",
                 "--hosts",

@@ -118,6 +118,7 @@ def test_what_was_asked_for_is_written_down():
         "seed": 9,
         "wire": None,
         "circle": None,
+        "deterministic": False,
         "listen": None,
         "controller": None,
         "controller_args": [],

@@ -273,8 +273,8 @@ def test_words_of_older_systems_are_translated_and_told():
 
 def test_rule_of_older_systems_that_is_not_there_gives_the_ordinary_error():
     write("a.py", "")
-    write("session.yaml", "script: a.py\nsync_rule: BSP")
-    with pytest.raises(InvalidArgument, match=r"no rule 'BSP' \(rules: easgd"):
+    write("session.yaml", "script: a.py\nsync_rule: GOSGD")
+    with pytest.raises(InvalidArgument, match=r"no rule 'GOSGD' \(rules: easgd"):
         call(cli, "run", "session.yaml")
 
 
