@@ -239,6 +239,28 @@ def test_the_script_for_people_from_legion_runs_alone():
     subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True, timeout=TIMEOUT_S)
 
 
+def test_the_script_for_people_from_ddp_runs_alone_and_in_step(tmp_path):
+    pytest.importorskip("torch")
+    page = (EXAMPLES.parent / "docs" / "ddp.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    script = tmp_path / "train.py"
+    script.write_text(code + "assert loss < 0.6\nprint([float(p.sum()) for p in model.parameters()])\n")
+    alone(str(script))
+    run = together(tmp_path, str(script), how=("--rule", "bsp"))
+    assert run.log(1).splitlines()[-1] == run.log(0).splitlines()[-1]  # the same model
+
+
+def test_the_calls_of_the_page_on_the_circle_run_on_two_workers(tmp_path):
+    page = (EXAMPLES.parent / "docs" / "circle.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    script = tmp_path / "calls.py"
+    script.write_text(code + "print(total.tolist(), [len(r) for r in rows], int(seed))\n")
+    run = Run(tmp_path, "x", [str(MANIPLE), "run", "-n", "2", "--name", "x", str(script)], ONE_THREAD)
+    assert run.wait(TIMEOUT_S) == 0, run.output
+    assert run.log(1).splitlines()[-1] == run.log(0).splitlines()[-1]
+    assert run.log(1).splitlines()[-1].startswith("[16.0, 64.0] [1, 2] ")
+
+
 def test_a_matrix_is_inverted_alone_without_a_framework():
     path = str(EXAMPLES / "matrix_inverse.py")
     code = (

@@ -10,6 +10,7 @@
                            array-*   a named array
                            stage-*   what one remote worker has under way
                            feed-*/   a queue of batches
+                           circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the host's network side
                            restored  if the center began again from a snapshot

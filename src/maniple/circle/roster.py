@@ -21,7 +21,8 @@ from maniple.circle.call import Call, compare
 from maniple.circle.table import NEVER, Table
 from maniple.errors import WaitedTooLong
 
-_LOOK_S = 0.05  # how often one who waits looks after those it waits for
+_NAP_S = 0.01  # of two rings at once one may be lost: who waits looks by itself, too
+_LOOK_S = 0.05  # how often it looks after those it waits for
 
 
 class PassedOver(Exception):
@@ -239,7 +240,7 @@ class Roster:
         begin = time.perf_counter()
         looked = begin
         while True:
-            bell.wait(count, _LOOK_S)
+            bell.wait(count, _NAP_S)
             count = bell.count
             now = time.perf_counter()
             if is_done():

@@ -120,6 +120,7 @@ def run(**options: Any) -> None:
 
     \b
       maniple run -n 2 train.py
+      maniple run -n 4 --rule bsp train.py
       maniple run -n 4 --rule downpour --every 1 train.py --lr 0.05
       maniple run -n 2 --devices cuda:0,cuda:1 --maximum-rate 0.1 train.py
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz

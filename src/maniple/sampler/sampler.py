@@ -163,9 +163,17 @@ class Sampler(Order):
     """
 
     def __init__(
-        self, count: int, *, lender: Lender, world: int, is_shared: Callable[[], bool] = lambda: False, **rest: Any
+        self,
+        count: int,
+        *,
+        lender: Lender,
+        world: int,
+        is_shared: Callable[[], bool] = lambda: False,
+        on_wait: Callable[[], None] = lambda: None,
+        **rest: Any,
     ) -> None:
         super().__init__(count, **rest)
+        self._on_wait = on_wait  # those who have the last samples may themselves wait for this worker
         self._is_shared = is_shared  # a model is: what is drawn before its first step is not trained on yet
         self._lender, self._world = lender, max(1, world)
         self._open: deque[tuple[int, int]] = deque()  # leases handed on in whole: slot, and where they end in `taken`
@@ -231,6 +239,7 @@ class Sampler(Order):
                 continue
             if answer is Verdict.END or self._should_stop() or time.monotonic() > deadline:
                 return None
+            self._on_wait()
             time.sleep(pause_s)
             pause_s, drawn, back = min(2 * pause_s, 0.05), [], []
 

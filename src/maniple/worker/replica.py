@@ -87,6 +87,9 @@ class Replica:
         if self._center is not None:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
 
+    def rest(self) -> None:
+        """Nobody is to wait for this replica until its next step; of a rule of the center nobody does."""
+
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """Backward passes in this block only add to the gradients."""

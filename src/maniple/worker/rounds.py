@@ -105,6 +105,11 @@ class Rounds:
         if self._elastic is not None:
             self._elastic.forget_parcel()
 
+    def rest(self) -> None:
+        """Take no part until the next round. In a circle that needs everybody, all must come to every round."""
+        if self._elastic is not None:
+            self._elastic.roster.leave()
+
     def clear(self) -> None:
         """Give nothing to the next round."""
         for vector in self.flat.values():

@@ -31,6 +31,7 @@ class Samples:
         validation: bool,
         should_stop: Callable[[], bool],
         is_shared: Callable[[], bool],
+        on_wait: Callable[[], None],
     ) -> Sampler | Shard:
         """One more sampler. All workers make theirs in the same order; `--max-epochs` holds for the first."""
         if count < 1 or (chunk is not None and chunk < 1):
@@ -48,11 +49,17 @@ class Samples:
             sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
-            sampler = _kind(Sampler)(count, lender=lender, world=place.world, is_shared=is_trained, **settings)
+            settings |= {"is_shared": is_trained, "on_wait": on_wait}
+            sampler = _kind(Sampler)(count, lender=lender, world=place.world, **settings)
         self._samplers.append(sampler)
         if not validation:
             self._trained.append(sampler)
         return sampler
+
+    @property
+    def are_leased(self) -> bool:
+        """Some sampler takes what it can get: workers may have different numbers of batches."""
+        return any(isinstance(sampler, Sampler) for sampler in self._trained)
 
     @property
     def taken(self) -> int:

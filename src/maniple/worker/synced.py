@@ -119,6 +119,10 @@ class Synced(Replica):
         self._is_reduced = False
         self.reduce()
 
+    def rest(self) -> None:
+        """Let the others go on without this worker until its next step, which begins with their state."""
+        self._rounds.rest()
+
     def step(self) -> None:
         """Count one step, and exchange values if the pace says so. The optimizer's hook calls it after each step."""
         if self._gradients is not None and not self._is_reduced and not self._is_finished:

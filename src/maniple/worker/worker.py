@@ -18,7 +18,7 @@ from maniple.layout import described
 from maniple.pace import Pace
 from maniple.place import Place, find, refuse_center
 from maniple.record import Events
-from maniple.rules import Rule
+from maniple.rules import Rule, parse_rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import settle
@@ -116,15 +116,16 @@ class Worker(Calls):
         """Share `model` with all other workers.
 
         The first worker's values become the center; every other worker, also one that starts late or again,
-        takes the center's. From then on each `optimizer.step()` is followed by an exchange when the pace says so.
+        takes the center's. From then on each `optimizer.step()` is followed by an exchange when the pace says so;
+        with a rule that averages gradients, such as `BSP()`, it is preceded by one.
 
         Args:
             model: a torch module, or a dict of NumPy arrays that are changed in place.
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
-            wire: how values travel to a host elsewhere: "float32" (as they are, the default), "bfloat16", "float16" or
-                "int8"; what a push loses by it is made up for by the next ones.
+            wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
+                "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             buffers: share floating-point buffers too, such as batch-norm statistics.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
@@ -155,13 +156,19 @@ class Worker(Calls):
             return Replica(adapter, center, **settings)
         from maniple.worker.synced import Synced
 
-        return Synced(adapter, center, self._circles.open(f"circle-{len(self._replicas)}"), wire=wire, **settings)
+        circle = self._circles.open(f"circle-{len(self._replicas)}")
+        if self._samples.are_leased and circle.name != "shared":
+            raise InvalidArgument(
+                f"the sampler was made before share(), so workers may have different numbers of batches, with which "
+                f"{rule!r} cannot work over {circle.name}. Make it after share(), or with static=True."
+            )
+        return Synced(adapter, center, circle, wire=wire, **settings)
 
     def sampler(
         self,
         data: Sized | int,
         *,
-        static: bool = False,
+        static: bool | None = None,
         shuffle: bool = True,
         chunk: int | None = None,
         validation: bool = False,
@@ -173,7 +180,8 @@ class Worker(Calls):
 
         Args:
             data: the data set, or how many samples there are; the same for all workers.
-            static: instead a fixed share for each worker, equal in size and the same in each run.
+            static: instead a fixed share for each worker, equal in size and the same in each run. By default so with
+                rules of the circle, where all make the same number of steps.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
             validation: they are looked at and not trained on.
@@ -182,12 +190,13 @@ class Worker(Calls):
             data if isinstance(data, int) else len(data),
             seat=self._seat,
             place=self._place,
-            static=static,
+            static=self._is_in_step if static is None else static,
             shuffle=shuffle,
             chunk=chunk,
             validation=validation,
             should_stop=self._is_told_to_stop,
             is_shared=lambda: bool(self._replicas),
+            on_wait=self._rest,
         )
 
     def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
@@ -266,6 +275,17 @@ class Worker(Calls):
         """The center has all that a replica has learned."""
         if self._replicas and replica is self._replicas[0]:
             self._samples.settled()
+
+    @property
+    def _is_in_step(self) -> bool:
+        """All workers make the same number of steps."""
+        rules = [replica.rule for replica in self._replicas] or [parse_rule(self._place.rule or "easgd")]
+        return any(rule.meets != "center" for rule in rules)
+
+    def _rest(self) -> None:
+        """This worker waits for samples of others, who must not wait for it."""
+        for replica in self._replicas:
+            replica.rest()
 
     def _is_told_to_stop(self) -> bool:
         is_due = self._stop is not None and self._stop.is_due
