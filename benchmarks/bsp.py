@@ -12,8 +12,10 @@ speedup.py, every process gets the same settings of the C library's allocator.
     DDP views       the same with gradient_as_bucket_view, static_graph, and buffers left alone
     ours            `maniple run -n 2 --rule bsp`
     limit           two plain processes at once, each on a core of its own
+    ours torch      with --circles: the same with --circle torch
+    ours overlap    with --circles: --circle torch --rule bsp:overlap=true
 
-    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp]
+    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp] [--circles]
 """
 
 import argparse
@@ -39,7 +41,8 @@ DDP: dict[str, dict[str, bool]] = {
     "DDP views": {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False},
 }
 QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the old name of an option is what older versions of torch know
-KINDS = ("plain", *DDP, "ours", "limit")
+KINDS = ["plain", *DDP, "ours", "limit"]
+CIRCLES = {"ours torch": ["--circle", "torch"], "ours overlap": ["--circle", "torch", "--rule", "bsp:overlap=true"]}
 
 
 class Loop:
@@ -67,7 +70,7 @@ class Loop:
             among: Any = {"rank": self.rank, "world_size": 2, "timeout": datetime.timedelta(seconds=DEADLINE_S)}
             distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", **among)
             self.model = DistributedDataParallel(self.model, **DDP[self.kind])
-        elif self.kind == "ours":
+        elif self.kind.startswith("ours"):
             import maniple
 
             self.replica = maniple.join().share(self.model, self.optimizer)  # the rule is the command line's
@@ -105,7 +108,7 @@ def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
     address, count = folder / kind.replace(" ", "-"), 1 if kind == "plain" else 2
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STORE": f"{address}.store"} | ALLOCATOR | QUIET
     script = [__file__, "--work", kind, model, str(address)]
-    if kind == "ours":
+    if kind.startswith("ours"):
         command = [
             str(Path(sys.executable).with_name("maniple")),
             "run",
@@ -115,7 +118,9 @@ def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
             "--runs",
             str(folder / "runs"),
         ]
-        return Cast(address, [[*command, "--rule", *rule, *script]], [env], count)
+        asked = CIRCLES.get(kind, [])
+        asked = asked if "--rule" in asked else [*asked, "--rule", *rule]
+        return Cast(address, [[*command, *asked, *script]], [env], count)
     envs = [env | {"RANK": str(rank)} for rank in range(count)]
     cast = Cast(address, [[sys.executable, *script]] * count, envs, count)
     if kind == "limit":  # as the launcher gives its workers
@@ -125,10 +130,10 @@ def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
 
 
 @contextlib.contextmanager
-def started(model: str, rule: list[str]) -> Iterator[dict[str, Cast]]:
+def started(model: str, rule: list[str], kinds: list[str]) -> Iterator[dict[str, Cast]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         contestants: dict[str, Cast] = {}
-        for kind in KINDS:
+        for kind in kinds:
             contestants[kind] = start(Path(folder), kind, model, rule)
             stack.callback(contestants[kind].close)
         yield contestants
@@ -146,19 +151,19 @@ def difference(some: list[float], others: list[float]) -> float:
 
 def play(model: str, options: argparse.Namespace, rates: dict[str, list[float]]) -> float:
     """One cast: the difference of the losses; the rates of all rounds go to `rates`."""
-    with started(model, options.rule) as contestants:
+    with started(model, options.rule, list(rates)) as contestants:
         first = {kind: losses(cast) for kind, cast in contestants.items()}
         batch = len(build(model)[2])
         steps = max(1, round(options.turn * contestants["plain"].ask("rate", 20)[0] / batch))
         for round_ in range(options.rounds):
-            for kind in KINDS if round_ % 2 else reversed(KINDS):
+            for kind in rates if round_ % 2 else reversed(rates):
                 rates[kind].append(sum(contestants[kind].ask("rate", steps)))
-    return max(difference(first["ours"], first[kind]) for kind in DDP)
+    return max(difference(first[ours], first[kind]) for kind in DDP for ours in first if ours.startswith("ours"))
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row: speed-ups over one plain process, and the ratios that matter."""
-    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    rates: dict[str, list[float]] = {kind: [] for kind in [*KINDS, *(CIRCLES if options.circles else ())]}
     apart = max(play(model, options, rates) for _ in range(options.casts))
 
     def ratio(a: str, b: str) -> float:
@@ -168,7 +173,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": model,
         "plain samples/s": statistics.median(rates["plain"]),
-        **{kind: ratio(kind, "plain") for kind in KINDS if kind != "plain"},
+        **{kind: ratio(kind, "plain") for kind in rates if kind != "plain"},
         "ours / best DDP": ratio("ours", best),
         "ours / limit": ratio("ours", "limit"),
         "losses apart": apart,
@@ -183,6 +188,9 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=1.0, help="seconds that one plain process needs for a turn")
     parser.add_argument(
         "--rule", type=str.split, default=["bsp"], help='of ours, as for `maniple run`: "easgd --every 1"'
+    )
+    parser.add_argument(
+        "--circles", action="store_true", help="ours over the circle torch too, with and without overlap"
     )
     parser.add_argument("--work", nargs=3, metavar=("KIND", "MODEL", "ADDRESS"), help=argparse.SUPPRESS)
     options = parser.parse_args()

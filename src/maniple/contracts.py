@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -134,6 +134,17 @@ class Resident(Protocol):
         ...
 
 
+Part = tuple[str, int, int]  # a dtype, and where the part begins and ends in its vector
+
+
+class Parted(Resident, Protocol):
+    """Flat vectors whose parts go out one after the other, in an order that is the same for all workers."""
+
+    def begin(self, op: str, *, weight: float = 1.0) -> None:
+        """The next part is complete: let it go out. `all_reduce` sends those that are left, and waits for all."""
+        ...
+
+
 class Circle(Protocol):
     """The workers as equals. One suite, `tests/contract/test_circle.py`, holds for every implementation.
 
@@ -182,3 +193,14 @@ class Circle(Protocol):
 
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Background(Protocol):
+    """A circle that carries values while its worker computes."""
+
+    def reside_in_parts(
+        self, sizes: dict[str, int], parts: Sequence[Part], *, wire: str = "float32", device: str = "cpu"
+    ) -> Parted:
+        """Vectors as of `reside`; the parts, all of them together, are the vectors."""
+        ...

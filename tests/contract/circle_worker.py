@@ -160,6 +160,19 @@ def tensor_calls(calls: Calls, circle: Circle) -> dict[str, object]:
         resident.flat["float32"].copy_(torch.arange(7) + rank)
         done = resident.all_reduce(op, weight=float(rank))
         found[name] = [done.weight, *resident.flat["float32"].tolist()]
+    parts = [("float32", 4, 7), ("float32", 0, 4)]
+    for name, resident in (
+        ("parts on the device", Tensors(circle, {"float32": 7}, "float32", "cpu", is_ordered=False, parts=parts)),
+        ("parts", circle.reside_in_parts({"float32": 7}, parts)),
+    ):
+        flat = torch.as_tensor(resident.flat["float32"])
+        for number in range(3):
+            flat[4:] = torch.arange(4, 7) + rank
+            if (rank + number) % 2:  # some workers send a part early, others all at the end
+                resident.begin("mean", weight=float(rank))
+            flat[:4] = torch.arange(4) + rank
+            done = resident.all_reduce("mean", weight=float(rank))
+        found[name] = [done.weight, *flat.tolist()]
     return {
         "bfloat16": [str(same.dtype), same is half, same.float().tolist()],
         "detached": calls.all_reduce(x, "max").requires_grad,

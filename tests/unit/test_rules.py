@@ -385,6 +385,9 @@ def test_unknown_rule_lists_those_there_are():
         ("asgd:beta=-1", "beta=-1"),
         ("downpour:compensate=no", "compensate"),
         ("downpour:compensate=0.5", "compensate"),
+        ("bsp:overlap=0.5", "overlap"),
+        ("bsp:overlap=true,average=parameters", "averages none"),
+        ("msync:overlap=true", "msync has m, norm, check_every"),
     ],
 )
 def test_bad_setting_of_a_rule_is_named(text, words):
@@ -396,7 +399,16 @@ def test_bad_setting_of_a_rule_is_named(text, words):
 
 
 @pytest.mark.parametrize(
-    "rule", [EASGD(), EASGD(0.5), EASGD(0.5, center_alpha=0.25), ASGD(0.9, 0.1), Downpour(), Downpour(compensate=True)]
+    "rule",
+    [
+        EASGD(),
+        EASGD(0.5),
+        EASGD(0.5, center_alpha=0.25),
+        ASGD(0.9, 0.1),
+        Downpour(),
+        Downpour(compensate=True),
+        maniple.BSP(overlap=True),
+    ],
 )
 def test_repr_of_a_rule_makes_an_equal_one(rule):
     again = eval(repr(rule), vars(maniple))

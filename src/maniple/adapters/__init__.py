@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 from maniple.adapters.arrays import Arrays
-from maniple.contracts import Array, Model
+from maniple.contracts import Array, Model, Part
 from maniple.errors import InvalidArgument
 
 
@@ -31,6 +32,15 @@ class Adapter(Model, Protocol):
 
     def gradients(self, *, buffers: bool) -> "Flat":
         """The gradients as flat vectors, with the floating-point buffers if they are to be averaged too."""
+        ...
+
+    def buckets(self, *, buffers: bool) -> "InBuckets | None":
+        """The same, in parts that are complete one after the other; None where nothing tells when they are."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where the parameters lie, as torch calls it."""
         ...
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
@@ -63,6 +73,15 @@ class Flat(Protocol):
 
     def collect(self, given: Mapping[str, Array] | None = None) -> None: ...
     def deliver(self, given: Mapping[str, Array] | None = None) -> None: ...
+
+
+class InBuckets(Flat, Protocol):
+    """Gradients that are complete in parts, while a backward pass goes on."""
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
+    def watch(self, on_part: Callable[[], None], on_end: Callable[[], None]) -> Callable[[], None]: ...
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 def adapt(model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True) -> Adapter:

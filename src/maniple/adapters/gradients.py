@@ -81,12 +81,14 @@ class Gradients:
         """Bring this worker's gradients into the vectors."""
         refuse_given(given)
         self._check()
-        count = len(self._parameters)
-        used, targets, sources = torch.ones(count), list[Tensor](), list[Tensor]()
-        for i, parameter in enumerate(self._parameters):
-            grad, view = parameter.grad, self._views[i]
+        self._bring(range(len(self._parameters)))
+        self._bring_rest()
+
+    def _bring(self, which: Iterable[int]) -> None:
+        targets, sources = list[Tensor](), list[Tensor]()
+        for i in which:
+            grad, view = self._parameters[i].grad, self._views[i]
             if grad is None:
-                used[i] = 0
                 view.zero_()
             elif grad.is_sparse:
                 raise InvalidArgument(
@@ -96,9 +98,11 @@ class Gradients:
             elif grad.data_ptr() != view.data_ptr():
                 targets.append(view)
                 sources.append(grad)
-        buffers = self._views[count:-1]
-        _copy([*targets, *buffers], [*sources, *self._buffers])
-        self._views[-1].copy_(used)
+        _copy(targets, sources)
+
+    def _bring_rest(self) -> None:
+        _copy(self._views[len(self._parameters) : -1], self._buffers)
+        self._views[-1].copy_(torch.tensor([parameter.grad is not None for parameter in self._parameters]))
 
     @torch.no_grad()
     def deliver(self, given: Any = None) -> None:

@@ -7,7 +7,7 @@ where one pinned host buffer takes the whole model in asynchronous copies.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from maniple.adapters.buckets import Buckets
 from maniple.adapters.gradients import Gradients
 from maniple.adapters.moments import moments, packed, unpack
 from maniple.adapters.norm import synchronise
@@ -98,12 +99,22 @@ class Module:
 
     def gradients(self, *, buffers: bool) -> Gradients:
         """The gradients as flat vectors."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return Gradients(
-            self._module,
-            buffers=buffers and self._has_buffers,
-            trained=lambda: (parameter for group in groups for parameter in group["params"]),
-        )
+        return Gradients(self._module, buffers=buffers and self._has_buffers, trained=self._trained)
+
+    def buckets(self, *, buffers: bool) -> Buckets:
+        """The same, in parts that are complete one after the other."""
+        return Buckets(self._module, buffers=buffers and self._has_buffers, trained=self._trained)
+
+    def _trained(self) -> Iterator[Tensor]:
+        """The parameters that the optimizer changes."""
+        for group in [] if self._optimizer is None else self._optimizer.param_groups:
+            yield from group["params"]
+
+    @property
+    def device(self) -> str:
+        """The GPU on which all parameters lie, else the CPU."""
+        found = {str(p.device) for p in self._module.parameters()}
+        return found.pop() if len(found) == 1 and all(name.startswith("cuda") for name in found) else "cpu"
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
         """Let batch-norm layers count the batches of all workers; gives back what undoes it."""

@@ -4,6 +4,7 @@ Who is there, and with which weight, is told over the CPU first: so a worker tha
 device's own library, which cannot say who is missing, begins to wait.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed
 
 from maniple.circle.call import check_reduction
 from maniple.circle.sums import evened
-from maniple.contracts import Round
+from maniple.contracts import Part, Round
 
 if TYPE_CHECKING:
     from maniple.circle.torch import Torch
@@ -23,13 +24,22 @@ _FOLDS = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torc
 
 
 class Tensors:
-    """Flat tensors on one device (`contracts.Resident`).
+    """Flat tensors on one device (`contracts.Parted`).
 
     In half precision, or if the order of additions is to be fixed, slices are exchanged and added up in the order of
     the ranks; else the library's own sum is taken, which gives all workers the same bits too.
     """
 
-    def __init__(self, circle: "Torch", sizes: dict[str, int], wire: str, device: str, *, is_ordered: bool) -> None:
+    def __init__(
+        self,
+        circle: "Torch",
+        sizes: dict[str, int],
+        wire: str,
+        device: str,
+        *,
+        is_ordered: bool,
+        parts: Sequence[Part] = (),
+    ) -> None:
         self._vectors = circle.told(sizes, wire)
         self._size, self._rank = len(circle.ranks), circle.rank
         self._wire, self._is_ordered = wire, is_ordered
@@ -37,17 +47,30 @@ class Tensors:
         self.flat = {
             dtype: torch.zeros(size, dtype=getattr(torch, dtype), device=device) for dtype, size in sizes.items()
         }
+        self._parts = [self.flat[d][start:stop] for d, start, stop in parts] or list(self.flat.values())
+        self._begun = 0
+        self._round, self._weights = Round((self._rank,)), [1.0]
+        self._under_way: list[Any] = []
+
+    def begin(self, op: str, *, weight: float = 1.0) -> None:
+        """The next part is complete: the device may begin to reduce it. With the first, all workers meet."""
+        if self._begun == 0:
+            for dtype in self.flat:
+                check_reduction(op, dtype, self._wire)
+            self._round, self._weights = self._vectors.meet(op, weight)
+        self._begun += 1
+        if self._round.weight or op != "mean":
+            self._reduce(self._parts[self._begun - 1], op, evened(self._weights))
 
     def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
         """Replace the tensors by what all workers' tensors make together."""
-        for dtype in self.flat:
-            check_reduction(op, dtype, self._wire)
-        done, weights = self._vectors.meet(op, weight)
-        if not done.weight and op == "mean":
-            return done
-        for flat in self.flat.values():
-            self._reduce(flat, op, evened(weights))
-        return done
+        while self._begun < len(self._parts):
+            self.begin(op, weight=weight)
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+        self._begun = 0
+        return self._round
 
     def _reduce(self, flat: Any, op: str, weights: list[float]) -> None:
         if op == "mean":
@@ -61,7 +84,7 @@ class Tensors:
         else:
             options = c10d.AllreduceOptions()
             options.reduceOp = getattr(c10d.ReduceOp, _OPS[op])
-            self._group.allreduce([flat], options).wait()
+            self._under_way.append(self._group.allreduce([flat], options))
 
     def _in_order(self, flat: Any, op: str, travels: torch.dtype) -> None:
         """Slices to their workers, there added up by rank, and back; padded, so that all slices are alike."""

@@ -172,13 +172,23 @@ class Vectors:
         self.flat: dict[str, Any] = dict(flat)
         self._slices = [Slices(link, array, wire, tag=tag) for array in flat.values()]
         self._rounds = 0
+        self._sent: list[Message] = []
 
     def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
         """Replace the vectors by what all workers' vectors make together."""
+        self.send(op)
+        return self.finish(op, weight=weight)
+
+    def send(self, op: str) -> None:
+        """Begin a round: the others get their slices of these vectors, which are not to be changed any more."""
         self._link.check()
         for dtype in self.flat:
             check_reduction(op, dtype, self._wire)
-        messages = [message for slices in self._slices for message in slices.begin()]
+        self._sent = [message for slices in self._slices for message in slices.begin()]
+
+    def finish(self, op: str, *, weight: float = 1.0) -> Round:
+        """Hear from the others, and put together what was sent."""
+        messages, self._sent = self._sent, []
         try:
             done, weights = self.meet(op, weight)
         except CallMismatch:

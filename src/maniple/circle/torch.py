@@ -19,8 +19,9 @@ import torch
 import torch.distributed
 
 from maniple.circle.link import Link, Message
+from maniple.circle.parts import Parts
 from maniple.circle.rounds import Rounds, Vectors
-from maniple.contracts import Array, Resident
+from maniple.contracts import Array, Part, Parted, Resident
 from maniple.errors import InvalidArgument, WaitedTooLong
 from maniple.place import CIRCLE_DEADLINE_S, Place
 
@@ -39,6 +40,7 @@ class Torch(Rounds):
     def __init__(self, gloo: "_Gloo", *, deadline_s: float, deterministic: bool) -> None:
         super().__init__(Link(gloo, deadline_s))
         self._gloo, self._deadline_s, self._is_deterministic = gloo, deadline_s, deterministic
+        self._parted: list[Parts] = []
 
     @classmethod
     def open(
@@ -67,6 +69,21 @@ class Torch(Rounds):
 
         return Tensors(self, sizes, wire, device, is_ordered=self._is_deterministic)
 
+    def reside_in_parts(
+        self, sizes: dict[str, int], parts: Sequence[Part], *, wire: str = "float32", device: str = "cpu"
+    ) -> Parted:
+        """The same, and parts that are complete travel while the others are computed."""
+        if device != "cpu":
+            from maniple.circle.device import Tensors
+
+            return Tensors(self, sizes, wire, device, parts=parts, is_ordered=self._is_deterministic)
+        flat = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
+        vectors = [
+            self.settle({dtype: stop - start}, wire, {dtype: flat[dtype][start:stop]}) for dtype, start, stop in parts
+        ]
+        self._parted.append(Parts(flat, vectors))
+        return self._parted[-1]
+
     def told(self, sizes: dict[str, int], wire: str) -> Vectors:
         """The place in the circle of vectors of these sizes that lie elsewhere."""
         return self.settle(sizes, wire, {})
@@ -74,6 +91,12 @@ class Torch(Rounds):
     def group(self, device: str) -> Any:
         """A process group for values on `device`."""
         return self._gloo.group(device, self._deadline_s)
+
+    def close(self) -> None:
+        """Leave the circle."""
+        for parted in self._parted:
+            parted.close()
+        super().close()
 
 
 class _Gloo:

@@ -2,7 +2,7 @@
 
 from maniple.contracts import Array, Moment
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import Rule
+from maniple.rules.rule import Rule, checked_flag
 
 AVERAGES = ("gradients", "parameters")
 MOMENTA = ("keep", "average", "reset")
@@ -29,6 +29,11 @@ class BSP(Rule):
             batches of all workers.
         check_every: compare the replicas' digests after so many exchanges, and end with the name of the first
             parameter that differs; 0: never.
+        overlap: gradients go out in buckets while the backward pass still computes the others, and are averaged when
+            it ends, as with DistributedDataParallel: for a torch module in the circle torch. In shared memory the core
+            that computes also adds up, so there is nothing to gain, and it changes nothing there. Set
+            `replica.samples` before the pass; accumulate gradients in `with replica.no_sync():`, since each pass
+            outside of it is a round that all workers must make.
     """
 
     every = 1
@@ -41,12 +46,19 @@ class BSP(Rule):
         momentum: str = "keep",
         norm: str = "averaged",
         check_every: int = 1000,
+        overlap: bool = False,
     ) -> None:
         self.average = _one_of("average", average, AVERAGES)
         self.momentum = _one_of("momentum", momentum, MOMENTA)
         self.norm = _one_of("norm", norm, NORMS)
         self.every = _whole("every", every, 1)
         self.check_every = _whole("check_every", check_every, 0)
+        self.overlap = checked_flag("BSP", "overlap", overlap)
+        if overlap and average != "gradients":
+            raise InvalidArgument(
+                f"overlap=True sends gradients during the backward pass, but average={average!r} averages none. "
+                "Leave one of them out."
+            )
         if average == "gradients" and (self.every != 1 or momentum != "keep"):
             raise InvalidArgument(
                 f"BSP averages gradients at each step, so every={every!r} and momentum={momentum!r} mean nothing. "
@@ -111,7 +123,7 @@ class MSync(BSP):
 
     Args:
         m: how many are waited for; 0: all.
-        norm, check_every: as in BSP.
+        norm, check_every: as in BSP. There is no overlap: gradients that come too late are left out as a whole.
     """
 
     quorum: int = 0

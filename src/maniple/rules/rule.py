@@ -28,6 +28,7 @@ class Rule:
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
     momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
     check_every: int = 0  # exchanges between two looks whether the replicas are the same
+    overlap: bool = False  # gradients go out during the backward pass, where the circle can carry them meanwhile
 
     @property
     def meets(self) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from maniple.adapters import Adapter
 from maniple.circle.absence import PassedOver
 from maniple.circle.shared import Shared
-from maniple.contracts import Array, Circle, Round
+from maniple.contracts import Array, Circle, Resident, Round
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.digests import compare, digests
@@ -37,10 +37,9 @@ class Rounds:
         self,
         circle: Circle,
         model: Adapter,
-        sizes: dict[str, int],
+        resident: Resident,
         *,
         rule: Rule,
-        wire: str,
         holder: Holder,
         events: Events,
     ) -> None:
@@ -50,8 +49,7 @@ class Rounds:
         self.last = Round((circle.rank,))
         self._elastic = circle if isinstance(circle, Shared) else None
         self._model, self._rule, self._holder, self._events = model, rule, holder, events
-        self._resident = circle.reside(sizes, wire=wire)
-        self.flat = self._resident.flat
+        self._resident, self.flat = resident, resident.flat
         self._digests: Array | None = None  # of what was the same for all after the last exchange
 
     @property

@@ -4,15 +4,16 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 
-from maniple.adapters import Adapter
+from maniple.adapters import Adapter, Flat
 from maniple.circle.absence import PassedOver
-from maniple.contracts import Array, Center, Circle, Moment
+from maniple.contracts import Array, Background, Center, Circle, Moment, Resident
 from maniple.errors import InvalidArgument
 from maniple.pace import Pace, RateLimit
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.asked import check_pace
 from maniple.worker.keeping import shown
+from maniple.worker.overlap import check_weight, overlap
 from maniple.worker.owner import Owner
 from maniple.worker.replica import Replica
 from maniple.worker.rounds import Rounds
@@ -24,8 +25,8 @@ class Synced(Replica):
     """One worker's copy of a model that all workers change at once.
 
     Attributes:
-        samples: the samples of this step's batch; set before `optimizer.step()` (or `reduce`), it is this worker's
-            weight in the mean of gradients. Never set: all count the same.
+        samples: the samples of this step's batch; set before `optimizer.step()` (or `reduce`; with overlap before
+            `backward()`), it is this worker's weight in the mean of gradients. Never set: all count the same.
     """
 
     def __init__(
@@ -43,17 +44,25 @@ class Synced(Replica):
         super().__init__(model, center, rule=rule, pace=pace, events=events, worker=worker)
         check_pace(rule, pace, circle, wire)
         self._is_reduced = self._is_finished = False
+        self._sent_weight = 1.0  # of the gradients that were averaged last
+        self._overlap = overlap(model, circle, rule, wire)
         self._keep_pace = RateLimit(_KEEP_SHARE)
-        self._gradients = model.gradients(buffers=rule.norm == "averaged") if rule.meets == "gradients" else None
-        sizes = self._layout.sizes if self._gradients is None else self._gradients.sizes
-        self._rounds = Rounds(circle, model, sizes, rule=rule, wire=wire, holder=self, events=events)
+        self._gradients, resident = self._reside(circle, wire)
+        self._rounds = Rounds(circle, model, resident, rule=rule, holder=self, events=events)
         self._offers = self._layout.views(self._rounds.flat) if self._gradients is None else []
         self._undos: list[Callable[[], None]] = []
         if self._gradients is not None:
             self._gradients.place(self._rounds.flat)
             self._undos.append(model.before_step(self._before_step))
+        if self._overlap is not None:
+            self._undos.append(self._overlap.watch(self))
         if rule.norm == "synchronised":
             self._undos.append(model.synchronise_norm(self._total))
+
+    @property
+    def weight(self) -> float:
+        """How often this worker counts in the mean of gradients."""
+        return 1.0 if self.samples is None else float(self.samples)
 
     @property
     def rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - counted elsewhere
@@ -78,6 +87,9 @@ class Synced(Replica):
         """
         if self._gradients is None:
             raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
+        if self._overlap is not None and self._is_reduced:
+            check_weight(self.weight, self._sent_weight)
+            return
         if self._is_finished:
             return
         self._rounds.begin()
@@ -85,13 +97,29 @@ class Synced(Replica):
         self.is_exchanging = True
         try:
             self._gradients.collect(gradients)
-            self._rounds.meet(1.0 if self.samples is None else float(self.samples))
+            self._sent_weight = self.weight
+            self._rounds.meet(self.weight)
             self._gradients.deliver(gradients)
         finally:
             self.is_exchanging = False
         self._spent_s += time.perf_counter() - begin
         self._is_reduced = True
         self._worker.end_if_told()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backward passes in this block only add to the gradients; they are averaged at the next step after it."""
+        if self._overlap is None:
+            yield
+            return
+        with self._overlap.buckets.paused():
+            yield
+        self._is_reduced = False  # if a pass before it was averaged, there is more now
+
+    def end_pass(self) -> None:
+        """Average the gradients of a backward pass; what an earlier one has left there is the same for all workers."""
+        self._is_reduced = False
+        self.reduce()
 
     def rest(self) -> None:
         """Let the others go on without this worker until its next step, which begins with their state."""
@@ -179,10 +207,20 @@ class Synced(Replica):
         self._rounds.circle.close()
         super().finish(exchange=False)
 
+    def _reside(self, circle: Circle, wire: str) -> tuple[Flat | None, Resident]:
+        if self._overlap is not None:
+            return self._overlap.buckets, self._overlap.resident
+        if self._rule.meets != "gradients":
+            return None, circle.reside(self._layout.sizes, wire=wire)
+        gradients = self._model.gradients(buffers=self._rule.norm == "averaged")
+        device = self._model.device if isinstance(circle, Background) else "cpu"  # which also reduces on GPUs
+        return gradients, circle.reside(gradients.sizes, wire=wire, device=device)
+
     def _before_step(self) -> None:
         self._refuse_inside_center("a training step was made")
         if not self._is_finished:
-            if not (self._is_reduced and self._gradients is not None and self._gradients.are_delivered):
+            is_done = self._is_reduced and self._gradients is not None and self._gradients.are_delivered
+            if self._overlap is not None or not is_done:
                 self.reduce()
             self.is_exchanging = True  # a SIGTERM waits until the step is whole
 

@@ -1,0 +1,56 @@
+"""Overlap: gradients go out while the backward pass still computes the others."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from maniple.adapters import Adapter, InBuckets
+from maniple.contracts import Background, Circle, Parted
+from maniple.errors import InvalidArgument
+from maniple.rules import Rule
+
+
+class Whole(Protocol):
+    """What the overlap asks of its replica."""
+
+    is_exchanging: bool
+
+    @property
+    def weight(self) -> float: ...
+    def end_pass(self) -> None:
+        """Average the gradients of a backward pass that has ended."""
+        ...
+
+
+class Overlap:
+    """Gradients in buckets, in a circle that carries these meanwhile."""
+
+    def __init__(self, buckets: InBuckets, resident: Parted) -> None:
+        self.buckets, self.resident = buckets, resident
+
+    def watch(self, replica: Whole) -> Callable[[], None]:
+        """Average the gradients of each backward pass of `replica`; gives back what undoes it."""
+
+        def send() -> None:
+            replica.is_exchanging = True  # a SIGTERM waits until the round is whole
+            self.resident.begin("mean", weight=replica.weight)
+
+        return self.buckets.watch(send, replica.end_pass)
+
+
+def overlap(model: Adapter, circle: Circle, rule: Rule, wire: str) -> Overlap | None:
+    """None if the rule does not ask for it, or if the model or the circle have nothing to gain by it."""
+    if not rule.overlap or not isinstance(circle, Background):
+        return None
+    buckets = model.buckets(buffers=rule.norm == "averaged")
+    if buckets is None:
+        return None
+    return Overlap(buckets, circle.reside_in_parts(buckets.sizes, buckets.parts, wire=wire, device=model.device))
+
+
+def check_weight(now: float, sent: float) -> None:
+    """Raise InvalidArgument if the gradients went out with another weight than they should have."""
+    if now != sent:
+        raise InvalidArgument(
+            f"replica.samples makes the weight {now:g}, but the gradients went out with {sent:g} during the backward "
+            "pass (overlap=True). Set replica.samples before loss.backward()."
+        )
