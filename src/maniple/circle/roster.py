@@ -58,7 +58,7 @@ class Roster:
         return tuple(self.table.members(self.meeting + 1 if meeting is None else meeting))
 
     def enter(self, expected: range, is_absent: Callable[[int], bool]) -> bool:
-        """Take part from now on: as one of the first, with all `expected` but those who are absent, or by knocking (True)."""
+        """Take part from now on: with all `expected` but those who are absent, or by knocking; True: by knocking."""
         table, self.is_refounded = self.table, False
         self._take_row()
         self.wait(lambda: self._is_settled(expected, is_absent), "the beginning", expected)
