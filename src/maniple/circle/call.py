@@ -2,6 +2,7 @@
 fit together are an error for everybody, and not a hang or a wrong sum.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,7 @@ class Call:
 
     def words(self, number: int) -> tuple[int, ...]:
         """The call as whole numbers, but for the weight."""
-        names = (_KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op), WIRES.index(self.wire))
-        return (*names, number, self.size, self.root)
+        return (*_numbered(self.kind, self.dtype, self.op, self.wire), number, self.size, self.root)
 
     @classmethod
     def of_words(cls, words: Sequence[int], weight: float) -> "Call":
@@ -72,6 +72,11 @@ class Call:
         words += [f"root={self.root}"] if self.kind in {"reduce", "broadcast", "gather", "scatter"} else []
         words += [f"wire={self.wire}"] if self.wire != "float32" else []
         return f"call {self.number}, {self.kind}({', '.join(words if self.kind != 'barrier' else ())})"
+
+
+@functools.cache
+def _numbered(kind: str, dtype: str, op: str, wire: str) -> tuple[int, int, int, int]:
+    return _KINDS.index(kind), DTYPES.index(dtype), OPS.index(op), WIRES.index(wire)
 
 
 def empty_words() -> Array:

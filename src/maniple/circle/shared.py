@@ -51,8 +51,7 @@ class Shared:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The workers that belong to it now."""
-        if not self._has_entered:
-            self.enter()
+        self.enter_once()
         return self.roster.members()
 
     def enter(self) -> bool:
@@ -61,6 +60,11 @@ class Shared:
         is_late = self.roster.enter(range(self._world), self._is_absent)
         self.slots.clear()
         return is_late
+
+    def enter_once(self) -> None:
+        """Enter, unless this worker has done so already."""
+        if not self._has_entered:
+            self.enter()
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round:
         """Put together what all workers have, for all."""
@@ -206,8 +210,7 @@ class Shared:
 
     def _make(self, act: Callable[[], Result]) -> Result:
         """Make a call; if the others have gone on without this worker, enter again first."""
-        if not self._has_entered:
-            self.enter()
+        self.enter_once()
         while True:
             try:
                 result = act()

@@ -95,8 +95,8 @@ def combine_slice(
 
 
 def block_bytes() -> int:
-    """How much is computed at a time: compiled it fits the first cache, in NumPy it is worth the cost of a call."""
-    return JOURNAL_BYTES if _fused() is None else JOURNAL_BYTES // 8
+    """How much is computed at a time: compiled it fits half of the first cache, in NumPy it is worth the cost of a call."""
+    return JOURNAL_BYTES if _fused() is None else JOURNAL_BYTES // 16
 
 
 def combine_in_place(

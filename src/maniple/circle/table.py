@@ -16,6 +16,7 @@ as a process lives it holds the lock on byte `r + 1` of the file, so the kernel 
 
 import mmap
 import os
+import struct
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -34,6 +35,7 @@ _HEADER_WORDS = _PAGE // 8
 _FOUNDED, _KNOCKS, _SETTLED, _HEIGHT = 1, 2, 3, 4  # words of the header
 _HOLDER, _FIRST, _LAST, _COUNT, _KNOCKED, _CALLS = range(6)
 _CALL_WORDS, _WEIGHT, _KNOCKS_HEARD, _SLOT, _EXPECTED = 11, 7, 8, 9, 10
+_SAID = struct.Struct("7q d 3q")  # the words of a call, its weight, and those three
 _ROW = 32
 _SIZE = _PAGE + CAPACITY * _ROW * 8
 
@@ -125,13 +127,8 @@ class Table:
 
     def say(self, rank: int, meeting: int, call: Call, *, slot: int = 0, expected: int = 0) -> None:
         """Write what `rank` does at a meeting, before it comes to it."""
-        start = _place(rank, meeting)
-        for i, word in enumerate(call.words(meeting)):
-            self._words[start + i] = word
-        self._reals[start + _WEIGHT] = call.weight
-        self._words[start + _KNOCKS_HEARD] = self.knocks
-        self._words[start + _SLOT] = slot
-        self._words[start + _EXPECTED] = expected
+        where = 8 * _place(rank, meeting)
+        _SAID.pack_into(self._memory, where, *call.words(meeting), call.weight, self.knocks, slot, expected)
 
     def repeat(self, rank: int, meeting: int) -> None:
         """Write that `rank` does at a meeting what it did at the one before."""
@@ -146,8 +143,8 @@ class Table:
 
     def is_same(self, rank: int, other: int, meeting: int) -> bool:
         """Two workers do the very same at a meeting, but for their weights."""
-        a, b = _place(rank, meeting), _place(other, meeting)
-        return self._words[a : a + _WEIGHT].tolist() == self._words[b : b + _WEIGHT].tolist()
+        a, b = 8 * _place(rank, meeting), 8 * _place(other, meeting)
+        return self._memory[a : a + 8 * _WEIGHT] == self._memory[b : b + 8 * _WEIGHT]
 
     def weight(self, rank: int, meeting: int) -> float:
         """How much the values of `rank` count."""
