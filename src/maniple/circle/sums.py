@@ -95,7 +95,7 @@ def combine_slice(
 
 
 def block_bytes() -> int:
-    """How much is computed at a time: compiled it fits half of the first cache, in NumPy it is worth the cost of a call."""
+    """How much is computed at a time: half of the first cache, or in NumPy what is worth the cost of a call."""
     return JOURNAL_BYTES if _fused() is None else JOURNAL_BYTES // 16
 
 
