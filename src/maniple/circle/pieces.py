@@ -19,7 +19,7 @@ from maniple.circle.sums import bounds, combine
 from maniple.contracts import Array, Round
 from maniple.wire.codecs import codec
 
-_PIECE_BYTES = 32 << 20  # as fast as smaller ones where each worker has a core, and faster where it has not
+_PIECE_BYTES = 4 << 20  # larger ones leave the cache, and are slower where each worker has a core
 
 Take = Callable[[dict[int, int]], dict[int, Array]]  # from the workers' sizes to targets for what they show
 
