@@ -9,6 +9,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from maniple.contracts import Array
+from maniple.rules.fused import fence
 
 _compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
 
@@ -25,21 +26,8 @@ def _values_code(typing: Any, address: Any, like: Any) -> Any:
     return pointer(address, like), code
 
 
-def _fence_code(typing: Any) -> Any:
-    """Neither compiler nor processor may move a read or write across it."""
-    del typing
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        del signature, arguments
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), code
-
-
 _array: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 _values: Any = intrinsic(_values_code)
-_fence: Any = intrinsic(_fence_code)
 
 
 @_compiled
@@ -81,16 +69,16 @@ def _combine(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside
             if total != 1:
                 for i in range(count):
                     result[i] /= total
-            _fence()
+            fence()
             progress[0] += 1
-            _fence()
+            fence()
         for k in range(targets.size):
             target = _array(_values(targets[k], block), stop)[low : low + count]
             for i in range(count):
                 target[i] = result[i]
-        _fence()
+        fence()
         progress[0] += 1
-        _fence()
+        fence()
 
 
 def combine_slice(

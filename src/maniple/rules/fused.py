@@ -76,7 +76,7 @@ def _fence_code(typing: Any) -> Any:
     return types.void(), code
 
 
-_fence: Any = intrinsic(_fence_code)
+fence: Any = intrinsic(_fence_code)
 
 
 @_compiled
@@ -112,9 +112,9 @@ def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside 
                     new_x, new_c = old_x - b * d, old_c + a * d
                     scratch[i] = new_x if test == zero else old_c
                     block[i] = new_c if test == zero else old_c
-            _fence()
+            fence()
             progress[0] += 1
-            _fence()
+            fence()
         for i in range(count):
             cs[i] = block[i]
         if answer == 1:
@@ -123,9 +123,9 @@ def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside 
         elif answer == 2:
             for i in range(count):
                 xs[i] = scratch[i] - xs[i]
-        _fence()
+        fence()
         progress[0] += 1
-        _fence()
+        fence()
     return doubt
 
 
