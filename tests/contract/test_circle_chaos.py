@@ -1,13 +1,11 @@
 """The circle in shared memory while workers die, return and come late: what everybody saw must agree."""
 
-import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,13 +54,6 @@ class Ring:
             if process.poll() is None:
                 process.kill()
             process.wait()
-
-
-@pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment.create(Path(os.environ.get("MANIPLE_SHM", "/dev/shm")), secrets.token_hex(8), Path("/tmp"))
-    yield segment
-    segment.remove()
 
 
 def check(said: dict[str, list[list[str]]]) -> dict[int, set[int]]:

@@ -1,10 +1,5 @@
 """A worker that dies in the middle of a round: the others finish its part, whatever it had done of it."""
 
-import os
-import secrets
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,42 +10,7 @@ from maniple.circle import resident, sums
 from maniple.circle.shared import Shared
 from maniple.errors import CallMismatch, WaitedTooLong
 
-
-@pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment.create(Path(os.environ.get("MANIPLE_SHM", "/dev/shm")), secrets.token_hex(8), Path("/tmp"))
-    yield segment
-    segment.remove()
-
-
-def circles(segment: Segment, world: int, deadline_s: float = 20.0) -> list[Shared]:
-    """As many workers, all in this process: locks belong to opened files, not to processes."""
-    made = [Shared(segment, "circle-0", rank=r, world=world, deadline_s=deadline_s) for r in range(world)]
-    together([circle.enter for circle in made])
-    return made
-
-
-def together(acts: list[Any]) -> list[Any]:
-    """Do all at once; gives their results or errors."""
-    results: list[Any] = [None] * len(acts)
-
-    def do(i: int) -> None:
-        try:
-            results[i] = acts[i]()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=do, args=(i,), daemon=True) for i in range(len(acts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
-class Died(BaseException):
-    pass
+from .circle_threads import Died, circles, together
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 2.0, 5.0)])

@@ -1,0 +1,261 @@
+"""Who belongs to a circle in shared memory, while workers die, return, are passed over, or give up."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maniple.center import Segment
+from maniple.circle.absence import PassedOver
+from maniple.circle.shared import Shared
+from maniple.circle.table import NEVER
+from maniple.errors import PeerLost
+
+from .circle_threads import Begun, Died, await_, circles, die, open_circle, together
+
+
+class Member:
+    """A worker whose newcomers begin with its count of rounds."""
+
+    def __init__(self, circle: Shared, wire: str = "float32") -> None:
+        self.circle, self.count = circle, 0
+        self._vectors = circle.reside({"float32": 10}, wire=wire)
+        circle.roster.on_newcomers = lambda meeting: circle.parcel(meeting).write_text(f"{self.count}\n") and None
+
+    def enter(self) -> str:
+        """How it was: "first", "told" how far the others are, or "alone"."""
+        if not self.circle.enter():
+            return "first"
+        path = self.circle.await_parcel()
+        if path is None:
+            return "alone"
+        await_(lambda: path.read_text().endswith("\n"))
+        self.count = int(path.read_text())
+        return "told"
+
+    def round(self, *, quorum: int = 0) -> tuple[int, ...]:
+        """One round; gives who was in it."""
+        self.circle.greet()
+        self._vectors.flat["float32"][:] = self.circle.rank + 1
+        options = {"quorum": quorum} if quorum else {}
+        ranks = self._vectors.all_reduce("sum", **options).ranks
+        assert set(self._vectors.flat["float32"].tolist()) == {sum(rank + 1.0 for rank in ranks)}
+        self.circle.forget_parcel()
+        self.count += 1
+        return ranks
+
+    def go_on(self, whom: tuple[int, ...], *, quorum: int = 0) -> None:
+        """Rounds until one with all of these."""
+        while self.round(quorum=quorum) != whom:
+            pass
+
+    @property
+    def is_knocking(self) -> bool:
+        table = self.circle.roster.table
+        return table.knocked(self.circle.rank) > 0 and table.first(self.circle.rank) == 0
+
+
+def members(segment: Segment, world: int, **options: Any) -> list[Member]:
+    """As many workers of whom some may come later, all in their circle."""
+    made = [newcomer(segment, rank, world, **options) for rank in range(world)]
+    assert together([one.enter for one in made]) == ["first"] * world
+    return made
+
+
+def newcomer(segment: Segment, rank: int, world: int, **options: Any) -> Member:
+    return Member(open_circle(segment, rank, world, is_boundary=False), **options)
+
+
+def close(*those: Member) -> None:
+    for one in those:
+        one.circle.close()
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_newcomers_are_let_in_after_a_round_with_the_state_of_the_others(segment: Segment, wire: str):
+    old = members(segment, 2, wire=wire)
+    together([lambda one=one: [one.round() for _ in range(3)] for one in old])
+    new = newcomer(segment, 2, 2, wire=wire)
+
+    def come() -> str:
+        how = new.enter()
+        new.round()
+        return how
+
+    *_, how = together([*(lambda one=one: one.go_on((0, 1, 2)) for one in old), come])
+    assert how == "told" and new.count == old[0].count == old[1].count > 3
+    close(*old, new)
+
+
+def test_first_comers_wait_for_a_newcomer_but_not_for_the_late(segment: Segment):
+    """With 2 of 4 workers: 2 is late, and 3 has been let in but does not come at once."""
+    *early, late = members(segment, 3)
+    new = newcomer(segment, 3, 3)
+    entering = Begun(new.enter)
+    await_(lambda: new.is_knocking)
+    together([one.round for one in (*early, late)])
+
+    looks: set[int] = set()
+    for one in early:
+        one.circle.roster.on_wait = lambda rank=one.circle.rank: looks.add(rank)
+    going = [Begun(lambda one=one: one.round(quorum=2)) for one in early]
+    await_(lambda: looks == {0, 1} or all(one.is_over for one in going))
+    assert entering.result() == "told"
+    assert new.round(quorum=2) == (0, 1, 3)
+    assert [one.result() for one in going] == [(0, 1, 3)] * 2
+
+    with pytest.raises(PassedOver):
+        late.round(quorum=2)
+    late.circle.roster.leave()
+    returning = Begun(lambda: (late.enter(), late.round(quorum=4)))
+    together([lambda one=one: one.go_on((0, 1, 2, 3), quorum=4) for one in (*early, new)])
+    assert returning.result() == ("told", (0, 1, 2, 3))
+    assert len({one.count for one in (*early, late, new)}) == 1
+    close(*early, late, new)
+
+
+def test_parcel_is_made_by_the_first_of_those_who_still_belong(segment: Segment):
+    """Worker 0 was passed over, and does not know it: its state is not that of the others."""
+    old = members(segment, 2)
+    together([one.round for one in old])
+    table, meeting = old[0].circle.roster.table, old[0].circle.roster.meeting + 1
+    greeted: list[tuple[int, int]] = []
+    for one in old:
+        one.circle.roster.on_newcomers = lambda first, rank=one.circle.rank: greeted.append((rank, first))
+    new = newcomer(segment, 2, 2)
+    table.grow(2)
+    table.claim(2, 0)
+    table.admit(2, meeting)
+    table.dismiss(0, meeting)
+    old[0].circle.greet()
+    assert greeted == []
+    old[1].circle.greet()
+    assert greeted == [(1, meeting)]
+    close(*old, new)
+
+
+def test_successor_of_a_dead_worker_is_not_dismissed_in_its_place(segment: Segment):
+    """Worker 0 sees that worker 1 is dead; before it can say so, worker 2 has, and the row has a new holder."""
+    made = circles(segment, 3)
+    table = made[0].roster.table
+    usual, seen = table.alone, []
+    successor: list[Shared] = []
+    going: list[Begun] = []
+
+    @contextmanager
+    def alone() -> Generator[None]:
+        if not seen:
+            seen.append(table.is_alive(1))
+            going.append(Begun(made[2].barrier))
+            segment.renew(1)
+            successor.append(open_circle(segment, 1, 3))
+            going.append(Begun(successor[0].barrier))
+            await_(lambda: table.holder(1) == segment.incarnation(1))
+        with usual():
+            yield
+
+    table.alone = alone
+    die(made[1])
+    made[0].barrier()
+    assert seen == [False] and table.last(1) == NEVER
+    assert going[0].result() is None
+
+    def go_on(circle: Shared) -> None:
+        while 1 not in circle.ranks:
+            circle.barrier()
+        circle.barrier()
+
+    together([lambda: go_on(made[0]), lambda: go_on(made[2])])
+    assert going[1].result() is None
+    for circle in (made[0], made[2], successor[0]):
+        circle.close()
+
+
+def test_meetings_never_go_back_and_a_circle_is_founded_anew_only_once(segment: Segment):
+    """All have died. The next process goes on alone, with a higher meeting; later it enters as everybody does."""
+    (old,) = members(segment, 1)
+    for _ in range(5):
+        old.round(quorum=1)
+    newest = old.circle.roster.meeting
+    die(old.circle)
+    segment.renew(0)
+    first, second = newcomer(segment, 0, 1), newcomer(segment, 1, 1)
+    assert first.enter() == "alone" and first.circle.roster.meeting >= newest
+    entering = Begun(lambda: (second.enter(), second.round()))
+    together([lambda: first.go_on((0, 1))])
+    assert entering.result() == ("told", (0, 1))
+
+    first.circle.roster.leave()  # as between two epochs, or when it was passed over
+    assert second.round() == (1,)
+    first.count = 0
+    returning = Begun(lambda: (first.enter(), first.round()))
+    together([lambda: second.go_on((0, 1))])
+    assert returning.result() == ("told", (0, 1))
+    assert first.count == second.count
+    close(first, second)
+
+
+def test_a_worker_that_gave_up_in_a_round_is_refused_in_the_next(segment: Segment):
+    """What it has given stays whole; it cannot know what the others made of it."""
+    made = circles(segment, 2)
+    mine = [circle.reside({"float32": 10}) for circle in made]
+
+    def give_up() -> None:
+        raise Died
+
+    made[1].roster.on_wait = give_up
+    mine[1].flat["float32"][:] = 5
+    assert isinstance(together([lambda: mine[1].all_reduce("sum")])[0], Died)
+    x = np.ones(3)
+    for act in (lambda: mine[1].all_reduce("sum"), made[1].barrier, lambda: made[1].all_reduce(x, x, "sum")):
+        with pytest.raises(PeerLost, match="worker 1 has given up in the middle of a round of circle-0.*--restarts"):
+            act()
+    made[1].close()
+    (found,) = together([lambda: mine[0].all_reduce("sum")])
+    assert found.ranks == (0, 1) and set(mine[0].flat["float32"].tolist()) == {5.0}
+    assert mine[0].all_reduce("sum").ranks == (0,)
+    made[0].close()
+
+
+def test_two_newcomers_whose_elders_die_before_their_parcel_go_on_without(segment: Segment):
+    """They have been let in, and wait for a state that nobody has any more."""
+    (elder,) = members(segment, 1)
+    news = [newcomer(segment, rank, 1) for rank in (1, 2)]
+    entering = [Begun(one.enter) for one in news]
+    await_(lambda: all(one.is_knocking for one in news))
+    elder.round()
+    die(elder.circle)
+    assert [one.result() for one in entering] == ["alone", "alone"]
+    assert together([one.round for one in news]) == [(1, 2)] * 2
+    close(*news)
+
+
+def test_of_two_newcomers_whose_elders_die_before_they_are_let_in_one_founds_the_circle_anew(segment: Segment):
+    (elder,) = members(segment, 1)
+    elder.round()
+    news = [newcomer(segment, rank, 1) for rank in (1, 2)]
+    entering = [Begun(lambda one=one: (one.enter(), one.go_on((1, 2)))) for one in news]
+    await_(lambda: all(one.is_knocking for one in news))
+    die(elder.circle)
+    assert {one.result()[0] for one in entering} == {"alone", "told"}
+    assert news[0].count == news[1].count
+    close(*news)
+
+
+def test_one_who_was_passed_over_learns_it_from_a_call_by_pieces(segment: Segment):
+    """The calls of synchronised norms, averaged momentum and half precision."""
+    made = circles(segment, 2, is_boundary=False)
+    made[0].roster.table.dismiss(1, made[1].roster.meeting + 1)
+    x = np.ones(3, np.float32)
+    for act in (
+        lambda: made[1].all_reduce(x, x, "sum"),
+        lambda: made[1].all_reduce(x, x, "mean", wire="bfloat16"),
+        lambda: made[1].all_gather(x),
+        lambda: made[1].reside({"float32": 3}, wire="bfloat16").all_reduce("mean"),
+    ):
+        with pytest.raises(PassedOver):
+            act()
+    for circle in made:
+        circle.close()
