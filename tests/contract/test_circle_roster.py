@@ -116,23 +116,78 @@ def test_first_comers_wait_for_a_newcomer_but_not_for_the_late(segment: Segment)
     close(*early, late, new)
 
 
-def test_parcel_is_made_by_the_first_of_those_who_still_belong(segment: Segment):
-    """Worker 0 was passed over, and does not know it: its state is not that of the others."""
+def test_one_who_wakes_when_the_others_are_rounds_ahead_has_had_its_round(segment: Segment):
+    """Its round was whole. What the others say in later ones, to which it was not waited for, is not about it."""
+    *early, late = members(segment, 3)
+    roster, usual = late.circle.roster, late.circle.roster.wait
+
+    def oversleep(*args: Any) -> None:
+        usual(*args)
+        if roster.meeting == 2:  # the end of the first round
+            await_(lambda: all(roster.table.count(rank) == 4 for rank in (0, 1)))  # that of the second
+
+    roster.wait = oversleep
+    going = Begun(lambda: late.round(quorum=3))
+    found = together([lambda one=one: [one.round(quorum=quorum) for quorum in (3, 2)] for one in early])
+    assert found == [[(0, 1, 2), (0, 1)]] * 2
+    assert going.result() == (0, 1, 2)
+    with pytest.raises(PassedOver):
+        late.round()
+    close(*early, late)
+
+
+def test_nobody_is_passed_over_while_it_still_reads_what_the_others_show(segment: Segment):
+    """Worker 2 sleeps in a call, after which the others make rounds that do not wait for it."""
+    *early, late = members(segment, 3)
+    roster, usual = late.circle.roster, late.circle.roster.wait
+    looks: set[int] = set()
+
+    def act(one: Member) -> list[int]:
+        found = one.circle.all_gather(np.array([one.circle.rank]))
+        if one is not late:
+            one.round(quorum=2), one.round(quorum=2)
+        return [int(x[0]) for x in found]
+
+    def oversleep(*args: Any) -> None:
+        usual(*args)
+        if roster.meeting == 1:
+            await_(lambda: looks == {0, 1} or all(roster.table.count(rank) > 4 for rank in (0, 1)))
+
+    roster.wait = oversleep
+    for one in early:
+        one.circle.roster.on_wait = lambda one=one: one.circle.roster.meeting > 1 and looks.add(one.circle.rank)
+    assert together([lambda one=one: act(one) for one in (*early, late)]) == [[0, 1, 2]] * 3
+    close(*early, late)
+
+
+def test_one_who_was_passed_over_neither_lets_in_nor_greets(segment: Segment):
+    """Worker 0 does not know it yet; its state and its count of meetings are not those of the others."""
     old = members(segment, 2)
-    together([one.round for one in old])
-    table, meeting = old[0].circle.roster.table, old[0].circle.roster.meeting + 1
-    greeted: list[tuple[int, int]] = []
-    for one in old:
-        one.circle.roster.on_newcomers = lambda first, rank=one.circle.rank: greeted.append((rank, first))
     new = newcomer(segment, 2, 2)
-    table.grow(2)
-    table.claim(2, 0)
-    table.admit(2, meeting)
+    entering = Begun(new.enter)
+    await_(lambda: new.is_knocking)
+    rosters = [one.circle.roster for one in old]
+    let_in = [roster.let_in for roster in rosters]
+    greeted: list[tuple[int, int]] = []
+    for rank, roster in enumerate(rosters):
+        roster.let_in = lambda _: None
+        roster.on_newcomers = lambda meeting, rank=rank: greeted.append((rank, meeting))
+    together([one.round for one in old])
+    table, meeting = rosters[0].table, rosters[0].meeting + 1
     table.dismiss(0, meeting)
+
+    let_in[0]((0, 1))
+    assert new.is_knocking
+    let_in[1]((0, 1))
+    assert table.first(2) == meeting
     old[0].circle.greet()
     assert greeted == []
     old[1].circle.greet()
     assert greeted == [(1, meeting)]
+
+    table.dismiss(2, meeting)  # while it waits for its parcel
+    table.bell.ring()
+    assert isinstance(entering.result(), PassedOver)
     close(*old, new)
 
 

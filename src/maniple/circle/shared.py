@@ -194,7 +194,14 @@ class Shared:
 
     def _show(self, call: Call, data: Array, take: Callable[[dict[int, int]], dict[int, Array]]) -> tuple[int, ...]:
         check_values(call.dtype, call.wire)
-        return self._make(lambda: self._pieces.show(call, data, take))
+
+        def act() -> tuple[int, ...]:
+            ranks = self._pieces.show(call, data, take)
+            if not self._is_boundary:  # a round with a quorum may follow: it must not go on while somebody still reads
+                self.roster.meet(call, is_end=True)
+            return ranks
+
+        return self._make(act)
 
     def _collect(self, call: Call, x: Array, *, is_taker: bool) -> dict[int, Array]:
         mine = packed(x, call.wire)
