@@ -265,7 +265,7 @@ def test_a_worker_that_gave_up_in_a_round_is_refused_in_the_next(segment: Segmen
     assert isinstance(together([lambda: mine[1].all_reduce("sum")])[0], Died)
     x = np.ones(3)
     for act in (lambda: mine[1].all_reduce("sum"), made[1].barrier, lambda: made[1].all_reduce(x, x, "sum")):
-        with pytest.raises(PeerLost, match="worker 1 has given up in the middle of a round of circle-0.*--restarts"):
+        with pytest.raises(PeerLost, match=r"worker 1 has given up in the middle of a round of circle-0.*--restarts"):
             act()
     made[1].close()
     (found,) = together([lambda: mine[0].all_reduce("sum")])
