@@ -64,6 +64,7 @@ def third_after(host: Serve, rank: int, then: float) -> float:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("without_numba")  # so short a life ends before it is loaded: until then NumPy computes anyway
 def test_a_server_killed_100_times_at_random_instants_loses_and_doubles_nothing(serve, tmp_path, monkeypatch):
     host = serve("--snapshot-every", "0")
     stop = tmp_path / "stop"
