@@ -11,6 +11,7 @@ speedup.py, every process gets the same settings of the C library's allocator.
     DDP             DistributedDataParallel over gloo, with its defaults
     DDP views       the same with gradient_as_bucket_view, static_graph, and buffers left alone
     ours            `maniple run -n 2 --rule bsp`
+    bare            a sum of the gradients in shared memory by hand, with no care for anything: what synchrony costs
     limit           two plain processes at once, each on a core of its own
     ours torch      with --circles: the same with --circle torch
     ours overlap    with --circles: --circle torch --rule bsp:overlap=true
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bare import Bare
 from cast import DEADLINE_S, Cast, answer
 from measure import report
 from speedup import ALLOCATOR, CORES, MODELS, build
@@ -41,7 +43,7 @@ DDP: dict[str, dict[str, bool]] = {
     "DDP views": {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False},
 }
 QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the old name of an option is what older versions of torch know
-KINDS = ["plain", *DDP, "ours", "limit"]
+KINDS = ["plain", *DDP, "ours", "bare", "limit"]
 CIRCLES = {"ours torch": ["--circle", "torch"], "ours overlap": ["--circle", "torch", "--rule", "bsp:overlap=true"]}
 
 
@@ -59,6 +61,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.loss_of = torch.nn.CrossEntropyLoss()
         self.steps = 0
+        self.bare: Bare | None = None
         self._join()
 
     def _join(self) -> None:
@@ -70,6 +73,8 @@ class Loop:
             among: Any = {"rank": self.rank, "world_size": 2, "timeout": datetime.timedelta(seconds=DEADLINE_S)}
             distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", **among)
             self.model = DistributedDataParallel(self.model, **DDP[self.kind])
+        elif self.kind == "bare":
+            self.bare = Bare(os.environ["STORE"], self.rank, list(self.model.parameters()))
         elif self.kind.startswith("ours"):
             import maniple
 
@@ -80,6 +85,8 @@ class Loop:
         self.optimizer.zero_grad()
         loss = self.loss_of(self.model(x), y)
         loss.backward()
+        if self.bare is not None:
+            self.bare.average()
         self.optimizer.step()
         self.steps += 1
         return loss
@@ -123,7 +130,7 @@ def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
         return Cast(address, [[*command, *asked, *script]], [env], count)
     envs = [env | {"RANK": str(rank)} for rank in range(count)]
     cast = Cast(address, [[sys.executable, *script]] * count, envs, count)
-    if kind == "limit":  # as the launcher gives its workers
+    if kind in {"limit", "bare"}:  # as the launcher gives its workers
         for pid, core in zip(cast.pids, CORES, strict=False):
             os.sched_setaffinity(pid, {core})
     return cast
@@ -175,6 +182,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
         "plain samples/s": statistics.median(rates["plain"]),
         **{kind: ratio(kind, "plain") for kind in rates if kind != "plain"},
         "ours / best DDP": ratio("ours", best),
+        "ours / bare": ratio("ours", "bare"),
         "ours / limit": ratio("ours", "limit"),
         "losses apart": apart,
     }

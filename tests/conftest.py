@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
+# The tests start over a thousand interpreters: where nothing may be kept, each would compile all of maniple again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True)

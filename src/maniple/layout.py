@@ -112,6 +112,11 @@ def described(model: Model) -> dict[str, Any]:
     return {"digest": layout.digest, "parameters": len(layout.entries), "bytes": layout.size_bytes}
 
 
+def dtype_name(array: Any) -> str:
+    """The dtype of a NumPy array or a torch tensor by the name that both have."""
+    return str(array.dtype).removeprefix("torch.")
+
+
 def flat_dtype(entry: Entry) -> str:
     """The dtype that `entry` has in the flat vector."""
     try:

@@ -39,7 +39,9 @@ class Ring:
         self.segment.mark(rank, DEAD)
 
     def said(self) -> dict[str, list[list[str]]]:
-        return {p.name: [line.split() for line in p.read_text().splitlines()] for p in sorted(self.folder.iterdir())}
+        """The whole lines of each process, one after the other; one that is killed may leave a part of one."""
+        whole = {path.name: path.read_text().rpartition("\n")[0] for path in sorted(self.folder.iterdir())}
+        return {name: [line.split() for line in text.splitlines()] for name, text in whole.items()}
 
     def rounds_of(self, rank: int) -> int:
         newest = max(name for name in self.said() if int(name[4:]) == rank)

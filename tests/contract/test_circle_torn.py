@@ -30,11 +30,11 @@ def test_part_of_a_dead_worker_is_finished_by_the_others(
     for one, value in zip(mine, values, strict=True):
         one.flat["float32"][:] = value
         one.flat["float64"][:] = value[:10]
-    usual = resident._combine_part
+    usual = resident.InPlace._combine
 
-    def combine_part(views: list[Any], index: int, op: str, weights: list[float]) -> None:
+    def combine(self: resident.InPlace, views: list[Any], index: int, op: str, weights: list[float]) -> None:
         if index != 1 or dead:
-            usual(views, index, op, weights)
+            usual(self, views, index, op, weights)
             return
         dead.append(index)
         owner, vectors = views[1], [view.flat["float32"] for view in views]
@@ -52,7 +52,7 @@ def test_part_of_a_dead_worker_is_finished_by_the_others(
         raise Died
 
     dead: list[int] = []
-    monkeypatch.setattr(resident, "_combine_part", combine_part)
+    monkeypatch.setattr(resident.InPlace, "_combine", combine)
 
     def act(rank: int) -> Any:
         try:

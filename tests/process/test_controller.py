@@ -22,6 +22,8 @@ from maniple.errors import InvalidArgument
 
 from .conftest import MANIPLE, PATIENCE_S, await_
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 CONTROLLER = """
     import pathlib, time
     import maniple

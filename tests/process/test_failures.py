@@ -14,6 +14,8 @@ from tests.conftest import require
 
 from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 TRAINING = """
     import time, numpy as np, maniple
     worker = maniple.join()

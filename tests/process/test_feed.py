@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import Run, await_, is_gone
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 
 TRAIN = """
     import numpy as np

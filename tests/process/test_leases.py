@@ -17,6 +17,8 @@ import pytest
 
 from .conftest import MANIPLE, PATIENCE_S, await_
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 COMMON = """
     import json, os, sys, time
     from pathlib import Path

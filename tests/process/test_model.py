@@ -20,6 +20,8 @@ from maniple.record import Events, Row, read_events
 from tests.conftest import require
 from tests.process.conftest import MANIPLE, PATIENCE_S, Run, await_, is_gone
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 # A straight line through six dimensions. In each epoch, and in each validation, everybody waits for everybody else
 # once, so that all take part however slow the machine is.
 LINE = """

@@ -17,7 +17,7 @@ from maniple.errors import InvalidArgument, ProducerFailed
 
 from .conftest import await_, is_gone
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 
 
 class Counted:

@@ -8,6 +8,8 @@ import pytest
 
 from .conftest import MANIPLE, Run, Serve
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 ROOT = Path(__file__).parents[2]
 TRAIN = """
 import json, os, sys

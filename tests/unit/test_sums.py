@@ -69,9 +69,13 @@ def test_parts_cover_all_and_none_twice(size: int, parts: int):
 def test_compiled_sums_are_the_same_to_the_bit(op: str, weights: tuple[float, ...], dtype: str):
     pytest.importorskip("numba")
     results = []
-    for combine in (sums.combine_slice, sums.combine_in_place):
+    for is_compiled in (False, True):
         vectors, block, progress = values(len(weights), 5000, dtype), np.zeros(512, dtype), np.zeros(1, np.int64)
-        combine(op, vectors, weights, (16, 4999), block=block, progress=progress, base=0)
+        part = sums.Part(vectors, (16, 4999), block=block, progress=progress)
+        if is_compiled:
+            part.combine(op, weights)
+        else:
+            sums.combine_slice(op, vectors, weights, (16, 4999), block=block, progress=progress, base=0)
         assert progress[0] == 2 * 10
         results.append([vector.tobytes() for vector in vectors])
     assert results[0] == results[1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.layout import Layout
+from maniple.layout import Layout, dtype_name
 
 _USED = "used"
 _copy_all: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 - one call for all, as in torch's optimizers
@@ -34,16 +34,16 @@ class Gradients:
         # Only what is learned from batches: other buffers are constants.
         running = [b for name, b in module.named_buffers() if name.rpartition(".")[2].startswith("running_")]
         self._buffers = [b for b in running if b.is_floating_point()] if buffers else []
-        entries = [Entry(name, tuple(p.shape), _dtype(p)) for name, p in named]
-        entries += [Entry(f"buffer.{i}", tuple(b.shape), _dtype(b)) for i, b in enumerate(self._buffers)]
+        entries = [Entry(name, tuple(p.shape), dtype_name(p)) for name, p in named]
+        entries += [Entry(f"buffer.{i}", tuple(b.shape), dtype_name(b)) for i, b in enumerate(self._buffers)]
         entries.append(Entry(_USED, (len(named),), entries[0].dtype))
         self._layout = Layout(entries)
         self._views: list[Tensor] = []
 
     def _check(self) -> None:
         """Raise InvalidArgument if a parameter that is trained has a gradient and no place here."""
-        for parameter in self._trained():
-            if parameter.grad is not None and id(parameter) not in self._known:
+        for parameter in [p for p in self._trained() if id(p) not in self._known]:
+            if parameter.grad is not None:
                 names = {id(p): name for name, p in self._module.named_parameters()}
                 raise InvalidArgument(
                     f"{names.get(id(parameter), 'a parameter of the optimizer')!r} has a gradient that is not "
@@ -102,7 +102,11 @@ class Gradients:
 
     def _bring_rest(self) -> None:
         _copy(self._views[len(self._parameters) : -1], self._buffers)
-        self._views[-1].copy_(torch.tensor([parameter.grad is not None for parameter in self._parameters]))
+        used = [parameter.grad is not None for parameter in self._parameters]
+        if all(used):  # as in most models: nothing to be made
+            self._views[-1].fill_(1)
+        else:
+            self._views[-1].copy_(torch.tensor(used))
 
     @torch.no_grad()
     def deliver(self, given: Any = None) -> None:
@@ -126,10 +130,6 @@ class Gradients:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         _copy_all(targets, sources)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def refuse_given(given: Any) -> None:

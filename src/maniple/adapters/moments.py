@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from maniple.contracts import Array
+from maniple.layout import dtype_name
 
 Plain = dict[str, Any]
 
@@ -21,7 +22,7 @@ def packed(optimizer: Optimizer) -> tuple[dict[str, Array], Plain]:
         for key, value in values.items():
             name = f"{number}/{key}"
             if isinstance(value, Tensor):
-                plain["dtypes"][name] = str(value.dtype).removeprefix("torch.")
+                plain["dtypes"][name] = dtype_name(value)
                 arrays[name] = _to_array(value)
             elif value is None or isinstance(value, bool | int | float | str):
                 plain["values"][name] = value

@@ -21,7 +21,7 @@ from maniple.adapters.moments import moments, packed, unpack
 from maniple.adapters.norm import synchronise
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
-from maniple.layout import Layout, flat_dtype
+from maniple.layout import Layout, dtype_name, flat_dtype
 
 
 class Module:
@@ -183,7 +183,7 @@ class Module:
                 returned.record(torch.cuda.current_stream(tensor.device))
 
     def _append(self, name: str, like: Tensor, lookup: Callable[[], Tensor | None]) -> None:
-        self.entries.append(Entry(name, tuple(like.shape), str(like.dtype).removeprefix("torch.")))
+        self.entries.append(Entry(name, tuple(like.shape), dtype_name(like)))
         self._tensors.append(lookup)
 
     def _tensor(self, i: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maniple.contracts import Array
+from maniple.contracts import Array, Round
 from maniple.errors import CallMismatch, InvalidArgument
 
 DTYPES = (
@@ -103,6 +103,26 @@ def check_reduction(op: str, dtype: str, wire: str) -> None:
         raise InvalidArgument(f"{dtype} values have no mean of their own kind. Convert them to float64, or use sum.")
     if op in {"min", "max"} and dtype.startswith("complex"):
         raise InvalidArgument(f"{dtype} values have no order, so no {op}. Use sum, mean or prod.")
+
+
+def check_root(root: int, ranks: Sequence[int]) -> None:
+    """Raise InvalidArgument for a root that is not there."""
+    if root not in ranks:
+        there = ", ".join(map(str, ranks))
+        raise InvalidArgument(f"root={root!r} is no worker of this circle (its ranks are {there}). Give one of them.")
+
+
+def check_parts(parts: Sequence[Array] | None, world: int) -> None:
+    """Raise InvalidArgument unless a root has a part for each worker."""
+    if parts is None or len(parts) != world:
+        given = "none" if parts is None else len(parts)
+        raise InvalidArgument(f"scatter got {given} parts for {world} workers. Give one for each.")
+
+
+def done(op: str, ranks: Sequence[int], weights: Sequence[float], waited_s: float) -> Round:
+    """What a round did; those without weight are not in a mean."""
+    used = tuple(rank for rank, weight in zip(ranks, weights, strict=True) if weight or op != "mean")
+    return Round(used, float(sum(weights)), waited_s)
 
 
 def check_values(dtype: str, wire: str) -> None:

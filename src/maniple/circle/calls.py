@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from maniple.circle.call import DTYPES, check_reduction
+from maniple.circle.call import DTYPES, check_reduction, check_root
 from maniple.circle.values import Values, check_out, is_tensor, read, write, written
 from maniple.contracts import Array, Circle
 from maniple.errors import CallMismatch, InvalidArgument
@@ -58,7 +58,7 @@ class Calls:
         wire: str = "float32",
     ) -> Any:
         """What `op` makes of all workers' `x`, for worker `root`; None for the others."""
-        self._check_root(root)
+        check_root(root, self._circle.ranks)
         values, flat = _reducible(x, op, wire)
         is_root = self._circle.rank == root
         if is_root:
@@ -71,7 +71,7 @@ class Calls:
 
     def broadcast(self, x: Any, *, root: int = 0, out: Any = None, wire: str = "float32") -> Any:
         """Worker `root`'s `x`, for all; the others pass one of the same shape and dtype."""
-        self._check_root(root)
+        check_root(root, self._circle.ranks)
         values = read(x)
         flat = values.flat()
         check_out(out, values, flat.dtype)
@@ -82,7 +82,7 @@ class Calls:
         """This worker's part of worker `root`'s `x`, which is split along axis 0 into parts that differ by one row at
         most; or a list with a part for each. The others pass nothing, or anything.
         """
-        self._check_root(root)
+        check_root(root, self._circle.ranks)
         parts: list[Array] = []
         told = np.zeros(0, np.int64)
         if self._circle.rank == root:
@@ -105,7 +105,7 @@ class Calls:
 
         Lengths along axis 0 may differ.
         """
-        self._check_root(root)
+        check_root(root, self._circle.ranks)
         with self._circle.whole():
             return self._gather(x, root, wire)
 
@@ -163,11 +163,6 @@ class Calls:
             raise InvalidArgument("scatter got a single number, which cannot be split. Pass an array, or a list.")
         bounds = [len(whole.array) * k // world for k in range(world + 1)]
         return [Values(whole.array[a:b], whole.kind, whole.close) for a, b in itertools.pairwise(bounds)]
-
-    def _check_root(self, root: int) -> None:
-        if root not in self._circle.ranks:
-            ranks = ", ".join(map(str, self._circle.ranks))
-            raise InvalidArgument(f"root={root!r} is no worker of this circle (its ranks are {ranks}).")
 
 
 def _reducible(x: Any, op: str, wire: str) -> tuple[Values, Array]:

@@ -82,7 +82,7 @@ def _combine(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside
 
 
 def combine_slice(
-    vectors: Sequence[Array],
+    addresses: Array,
     weights: Sequence[float],
     total: float,
     part: tuple[int, int],
@@ -91,8 +91,8 @@ def combine_slice(
     progress: Array,
     base: int,
 ) -> None:
-    """`x = sum_k w_k x_k / total` for a part of all vectors, in steps that can be repeated."""
-    targets = np.array([vector.ctypes.data for vector in vectors], np.uint64)
-    used = np.array([bool(weight) for weight in weights])
-    counted = np.array(weights, block.dtype)[used]
-    _combine(targets[used], counted, block.dtype.type(total), targets, *part, block, progress, base)
+    """`x = sum_k w_k x_k / total` for a part of all vectors, which lie at these addresses; in steps to be repeated."""
+    counted, sources = np.array(weights, block.dtype), addresses
+    if not all(weights):
+        counted, sources = counted[counted != 0], addresses[counted != 0]
+    _combine(sources, counted, block.dtype.type(total), addresses, *part, block, progress, base)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maniple.circle.absence import PassedOver
-from maniple.circle.call import Call
+from maniple.circle.call import Call, done
 from maniple.circle.packing import is_packed
-from maniple.circle.resident import done
 from maniple.circle.roster import Roster
 from maniple.circle.slots import Slots
 from maniple.circle.sums import bounds, combine

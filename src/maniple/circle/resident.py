@@ -8,13 +8,12 @@ A worker that dies in the middle of its part has left what was done and what was
 finishes the part, so the round is whole and has what the dead one gave to it.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maniple.circle.call import Call, check_reduction
-from maniple.circle.sums import JOURNAL_BYTES, block_bytes, bounds, combine_in_place, warm_up
+from maniple.circle.call import Call, check_reduction, done
+from maniple.circle.sums import JOURNAL_BYTES, Part, block_bytes, bounds, warm_up
 from maniple.contracts import Array, Round
 from maniple.errors import LayoutMismatch
 
@@ -36,6 +35,8 @@ class InPlace:
         self._own.head[1:3] = self._bytes, block_bytes()
         self._others: dict[tuple[int, int], _View] = {}
         self._under_way: tuple[tuple[int, ...], list[_View], str, list[float]] | None = None
+        self._known: tuple[list[_View], int] = [], 0  # whose parts are at hand
+        self._parts: list[Part] = []
         circle.roster.on_missing = self._finish_for
         warm_up(list(sizes))
 
@@ -59,7 +60,7 @@ class InPlace:
             views = [self._view(rank, roster.table.slot(rank, roster.meeting)) for rank in ranks]
             if len(ranks) > 1 and (op != "mean" or sum(weights) > 0):
                 self._under_way = ranks, views, op, weights
-                _combine_part(views, ranks.index(circle.rank), op, weights)
+                self._combine(views, ranks.index(circle.rank), op, weights)
         roster.let_in(roster.meet(call, slot=self._serial, is_end=True))
         self._under_way = None
         return done(op, ranks, weights, roster.waited_s - waited)
@@ -69,8 +70,15 @@ class InPlace:
         if self._under_way is None:
             return False
         ranks, views, op, weights = self._under_way
-        _combine_part(views, ranks.index(rank), op, weights)
+        self._combine(views, ranks.index(rank), op, weights)
         return True
+
+    def _combine(self, views: "list[_View]", index: int, op: str, weights: list[float]) -> None:
+        """Combine the part of worker `index` of all, from where it has stopped."""
+        if self._known != (views, index):
+            self._known, self._parts = (views, index), _parts(views, index)
+        for part in self._parts:
+            part.combine(op, weights)
 
     def _view(self, rank: int, serial: int) -> "_View":
         circle = self._circle
@@ -130,22 +138,16 @@ class _View:
             start += _aligned(stop - start)
 
 
-def _combine_part(views: list[_View], index: int, op: str, weights: list[float]) -> None:
-    """Combine the part of worker `index` of all, from where it has stopped."""
-    owner = views[index]
-    base = 0
+def _parts(views: list[_View], index: int) -> list[Part]:
+    """The part of worker `index` of all, for each dtype."""
+    owner, parts, base = views[index], list[Part](), 0
     for dtype in owner.flat:
         vectors = [view.flat[dtype] for view in views]
-        part = bounds(vectors[0].size, len(views))[index]
         block = owner.journal[: int(owner.head[2])].view(dtype)
-        combine_in_place(op, vectors, weights, part, block=block, progress=owner.head[:1], base=base)
-        base += -(-(part[1] - part[0]) // block.size)
-
-
-def done(op: str, ranks: Sequence[int], weights: Sequence[float], waited_s: float) -> Round:
-    """What a round did; those without weight are not in a mean."""
-    used = tuple(rank for rank, weight in zip(ranks, weights, strict=True) if weight or op != "mean")
-    return Round(used, float(sum(weights)), waited_s)
+        part = Part(vectors, bounds(vectors[0].size, len(views))[index], block=block, progress=owner.head, base=base)
+        parts.append(part)
+        base += part.blocks
+    return parts
 
 
 def _aligned(size: int) -> int:

@@ -101,7 +101,7 @@ class Roster:
         if self.rank not in members:
             raise PassedOver
         # The end of a call is not compared: with a quorum, the others may be far ahead when this worker wakes.
-        if not is_end and not all(table.is_same(self.rank, rank, meeting) for rank in members):
+        if not is_end and not table.are_same(members, meeting):
             compare(self.rank, {rank: table.said(rank, meeting) for rank in members})
         return members
 
@@ -219,11 +219,11 @@ class Roster:
     def _is_closed(self, meeting: int, quorum: int) -> bool:
         table = self.table
         if not quorum or table.settled >= meeting:
-            return bool(quorum) or not self._missing(meeting)
+            return bool(quorum) or not table.missing(meeting)
         with table.alone():
             if table.settled < meeting:
                 members = table.members(meeting)
-                missing = self._missing(meeting)
+                missing = self.table.missing(meeting)
                 late = [rank for rank in missing if table.first(rank) < meeting]  # newcomers come at once, and must
                 if len(missing) == len(late) and len(members) - len(late) >= min(quorum, len(members)):
                     for rank in late:
@@ -252,22 +252,19 @@ class Roster:
                     self._give_up(phase, now - begin, whom)
         self.waited_s += time.perf_counter() - begin
 
-    def _missing(self, meeting: int) -> list[int]:
-        return [rank for rank in self.table.members(meeting) if self.table.count(rank) < meeting]
-
     def _look_after(self, meeting: int) -> None:
         """Dismiss those who will not come, and see to it that newcomers have what they need."""
         if not meeting or not self.is_in:
             return
         table = self.table
-        for rank in self._missing(meeting):
+        for rank in self.table.missing(meeting):
             is_dead = not table.is_alive(rank)
             if not is_dead and not any(other.is_waiting_for(rank) for other in self.others):
                 if table.first(rank) == meeting:
-                    self.greet(table.members(meeting - 1), meeting)
+                    self.greet(meeting)
                 continue
             with table.alone():
-                if rank not in self._missing(meeting):  # another has seen to it, and it may be a successor now
+                if rank not in self.table.missing(meeting):  # another has seen to it, and it may be a successor now
                     continue
                 if is_dead and self.on_missing(rank):
                     table.repeat(rank, meeting)
@@ -276,23 +273,24 @@ class Roster:
                     table.dismiss(rank, meeting)
             table.bell.ring()
 
-    def greet(self, old: list[int], meeting: int) -> None:
+    def greet(self, meeting: int) -> None:
         """Make the parcel of those whose first meeting this is, if nobody before us among the living will."""
+        if not self.table.begins(meeting):
+            return
         there = self.table.members(meeting)
-        for rank in old:
+        for rank in self.table.members(meeting - 1):
             if rank not in there:
                 continue
             if rank == self.rank:
-                if any(self.table.first(r) == meeting for r in there):
-                    self.greeted = meeting
-                    self.on_newcomers(meeting)
+                self.greeted = meeting
+                self.on_newcomers(meeting)
                 return
             if self.table.is_alive(rank):
                 return
 
     def _give_up(self, phase: str, waited_s: float, whom: range | None) -> None:
         if whom is None:
-            who = self._missing(self.meeting)
+            who = self.table.missing(self.meeting)
         else:
             who = [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]
         raise missed(self.rank, who, phase, self._name, waited_s, self.deadline_s)

@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from maniple.circle.call import Call, check_reduction, check_values, compare, empty_words
+from maniple.circle.call import (
+    Call,
+    check_parts,
+    check_reduction,
+    check_root,
+    check_values,
+    compare,
+    done,
+    empty_words,
+)
 from maniple.circle.link import Link, Message
 from maniple.circle.packing import opened, packed, room
 from maniple.circle.slices import Slices
@@ -44,13 +53,13 @@ class Rounds:
         self, x: Array, out: Array | None, op: str, *, root: int, weight: float = 1.0, wire: str = "float32"
     ) -> Round:
         """Put together what all workers have, for worker `root`."""
-        self._check_root(root)
+        check_root(root, self.ranks)
         call = Call("reduce", self._next(), str(x.dtype), x.size, op, root, wire, weight)
         return self._reduce(call, x, out, root=root)
 
     def broadcast(self, x: Array, *, root: int, wire: str = "float32") -> None:
         """Set `x` to that of worker `root`, in place."""
-        self._check_root(root)
+        check_root(root, self.ranks)
         self._meet(Call("broadcast", self._next(), str(x.dtype), x.size, root=root, wire=wire))
         slices = Slices(self._link, x, wire, tag=VALUES)
         self._link.finish(slices.scatter(root), "a broadcast")
@@ -59,7 +68,7 @@ class Rounds:
 
     def gather(self, x: Array, *, root: int, wire: str = "float32") -> list[Array] | None:
         """All workers' arrays, for worker `root`."""
-        self._check_root(root)
+        check_root(root, self.ranks)
         calls, _ = self._meet(Call("gather", self._next(), str(x.dtype), x.size, root=root, wire=wire))
         return self._collect(x, calls, [root], wire)
 
@@ -72,10 +81,9 @@ class Rounds:
 
     def scatter(self, parts: Sequence[Array] | None, *, root: int, dtype: str, wire: str = "float32") -> Array:
         """The own one of worker `root`'s parts."""
-        self._check_root(root)
-        if self.rank == root and (parts is None or len(parts) != self._link.size):
-            given = "none" if parts is None else len(parts)
-            raise InvalidArgument(f"scatter got {given} parts for {self._link.size} workers. Give one for each.")
+        check_root(root, self.ranks)
+        if self.rank == root:
+            check_parts(parts, self._link.size)
         self._meet(Call("scatter", self._next(), dtype, root=root, wire=wire))
         size = np.zeros(1, np.int64)
         if parts is None or self.rank != root:
@@ -120,9 +128,9 @@ class Rounds:
     def _reduce(self, call: Call, x: Array, out: Array | None, *, root: int | None = None) -> Round:
         check_reduction(call.op, call.dtype, call.wire)
         calls, waited_s = self._meet(call)
-        done = summed(call.op, calls, waited_s)
-        if not done.weight and call.op == "mean":
-            return done
+        made = _done(call.op, calls, waited_s)
+        if not made.weight and call.op == "mean":
+            return made
         flat = x.copy() if out is None else out
         if flat is not x:
             np.copyto(flat, x)
@@ -132,7 +140,7 @@ class Rounds:
         self._link.finish(slices.spread(root=root), call.kind)
         if root in {None, self.rank}:
             slices.end()
-        return done
+        return made
 
     def _collect(self, x: Array, calls: Sequence[Call], to: list[int], wire: str) -> list[Array] | None:
         mine = packed(x, wire)
@@ -157,10 +165,6 @@ class Rounds:
     def _meet(self, call: Call) -> tuple[list[Call], float]:
         check_values(call.dtype, call.wire)
         return meet(self._link, call, CALL)
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self._link.size:
-            raise InvalidArgument(f"root={root} is no worker (0 to {self._link.size - 1}). Give a worker's rank.")
 
 
 class Vectors:
@@ -190,26 +194,26 @@ class Vectors:
         """Hear from the others, and put together what was sent."""
         messages, self._sent = self._sent, []
         try:
-            done, weights = self.meet(op, weight)
+            made, weights = self.meet(op, weight)
         except CallMismatch:
             self._link.finish(messages, "an all_reduce")  # nothing of this round is left for the next
             raise
         self._link.finish(messages, "an all_reduce")
-        if not done.weight and op == "mean":
-            return done
+        if not made.weight and op == "mean":
+            return made
         for slices in self._slices:
             slices.combine(op, weights)
         self._link.finish([message for slices in self._slices for message in slices.spread()], "an all_reduce")
         for slices in self._slices:
             slices.end()
-        return done
+        return made
 
     def meet(self, op: str, weight: float) -> tuple[Round, list[float]]:
         """Tell the others of the next round, and hear from them: their weights, by rank."""
         self._rounds += 1
         call = Call("resident", self._rounds, self._dtype, self._size, op, 0, self._wire, weight)
         calls, waited_s = meet(self._link, call, self._tag + 1)
-        return summed(op, calls, waited_s), [other.weight for other in calls]
+        return _done(op, calls, waited_s), [other.weight for other in calls]
 
 
 def meet(link: Link, call: Call, tag: int) -> tuple[list[Call], float]:
@@ -224,7 +228,5 @@ def meet(link: Link, call: Call, tag: int) -> tuple[list[Call], float]:
     return calls, waited_s
 
 
-def summed(op: str, calls: Sequence[Call], waited_s: float) -> Round:
-    """What a round did."""
-    ranks = tuple(rank for rank, call in enumerate(calls) if call.weight or op != "mean")
-    return Round(ranks, sum(call.weight for call in calls), waited_s)
+def _done(op: str, calls: Sequence[Call], waited_s: float) -> Round:
+    return done(op, range(len(calls)), [call.weight for call in calls], waited_s)

@@ -14,14 +14,14 @@ import numpy as np
 
 from maniple.center.segment import DEAD, LEFT, Segment
 from maniple.circle.absence import PassedOver
-from maniple.circle.call import Call, check_reduction, check_values
+from maniple.circle.call import Call, check_parts, check_reduction, check_root, check_values
 from maniple.circle.packing import opened, packed
 from maniple.circle.pieces import Pieces
 from maniple.circle.resident import InPlace, Private
 from maniple.circle.roster import Roster
 from maniple.circle.slots import Slots
 from maniple.contracts import Array, Resident, Round
-from maniple.errors import InvalidArgument, PeerLost
+from maniple.errors import PeerLost
 
 Result = TypeVar("Result")
 
@@ -77,14 +77,14 @@ class Shared:
     ) -> Round:
         """Put together what all workers have, for worker `root`."""
         check_reduction(op, str(x.dtype), wire)
-        self._check_root(root)
+        check_root(root, self.ranks)
         call = Call("reduce", 0, str(x.dtype), x.size, op, root, wire, weight)
         into = out if self.rank == root else None
         return self._make(lambda: self._pieces.reduce(call, x, into))
 
     def broadcast(self, x: Array, *, root: int, wire: str = "float32") -> None:
         """Set `x` to that of worker `root`, in place."""
-        self._check_root(root)
+        check_root(root, self.ranks)
         call = Call("broadcast", 0, str(x.dtype), x.size, root=root, wire=wire)
         mine = packed(x, wire)
         data = mine.view(np.uint8) if self.rank == root else np.empty(0, np.uint8)
@@ -95,7 +95,7 @@ class Shared:
 
     def gather(self, x: Array, *, root: int, wire: str = "float32") -> list[Array] | None:
         """All workers' arrays, for worker `root`."""
-        self._check_root(root)
+        check_root(root, self.ranks)
         call = Call("gather", 0, str(x.dtype), x.size, root=root, wire=wire)
         parts = self._collect(call, x, is_taker=self.rank == root)
         self._require(root, tuple(parts), call)
@@ -108,10 +108,9 @@ class Shared:
 
     def scatter(self, parts: Sequence[Array] | None, *, root: int, dtype: str, wire: str = "float32") -> Array:
         """The own one of worker `root`'s parts."""
-        self._check_root(root)
-        if self.rank == root and (parts is None or len(parts) != len(self.ranks)):
-            given = "none" if parts is None else len(parts)
-            raise InvalidArgument(f"scatter got {given} parts for {len(self.ranks)} workers. Give one for each.")
+        check_root(root, self.ranks)
+        if self.rank == root:
+            check_parts(parts, len(self.ranks))
         with self.whole():
             return self._scatter(Call("scatter", 0, dtype, root=root, wire=wire), parts)
 
@@ -162,8 +161,7 @@ class Shared:
 
     def greet(self) -> None:
         """Before the first round of some: make their parcel, if this worker is the first of the others."""
-        meeting = self.roster.meeting
-        self.roster.greet(list(self.roster.members(meeting)), meeting + 1)
+        self.roster.greet(self.roster.meeting + 1)
 
     def parcel(self, meeting: int) -> Path:
         """Where the parcel lies of those who come for the first time to `meeting`."""
@@ -238,11 +236,6 @@ class Shared:
     def _end_call(self) -> None:
         if self._is_boundary and not self._nested:
             self.let_in()
-
-    def _check_root(self, root: int) -> None:
-        if root not in self.ranks:
-            there = ", ".join(map(str, self.ranks))
-            raise InvalidArgument(f"root={root} is no worker of this circle (there are {there}). Give a worker's rank.")
 
     def _require(self, root: int, ranks: tuple[int, ...], call: Call) -> None:
         if root not in ranks:

@@ -99,31 +99,42 @@ def block_bytes() -> int:
     return JOURNAL_BYTES if _fused() is None else JOURNAL_BYTES // 16
 
 
-def combine_in_place(
-    op: str,
-    vectors: Sequence[Array],
-    weights: Sequence[float],
-    part: tuple[int, int],
-    *,
-    block: Array,
-    progress: Array,
-    base: int,
-) -> None:
-    """`combine_slice`, compiled where it can be."""
-    fused = _fused() if op in {"sum", "mean"} and block.dtype.name in {"float32", "float64"} else None
-    if fused is None:
-        combine_slice(op, vectors, weights, part, block=block, progress=progress, base=base)
-        return
-    weights = evened(weights) if op == "mean" else [1.0] * len(vectors)
-    total = sum(weights) if op == "mean" else 1.0
-    fused.combine_slice(vectors, weights, total, part, block=block, progress=progress, base=base)
+class Part:
+    """One worker's part of all workers' vectors of a dtype, to be combined in place (`combine_slice`) in each round.
+
+    Args:
+        part: where it begins and ends.
+        block, progress, base: the values under way, the count of steps, and how many blocks others have before these.
+    """
+
+    def __init__(
+        self, vectors: Sequence[Array], part: tuple[int, int], *, block: Array, progress: Array, base: int = 0
+    ) -> None:
+        self._vectors, self._part, self._block, self._progress, self._base = vectors, part, block, progress, base
+        self._fused = _fused() if block.dtype.name in {"float32", "float64"} else None
+        self._addresses = np.array([vector.ctypes.data for vector in vectors], np.uint64)
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return -(-(self._part[1] - self._part[0]) // self._block.size)
+
+    def combine(self, op: str, weights: Sequence[float]) -> None:
+        """Combine it, from where `progress` stands; compiled where it can be."""
+        part, block, progress, base = self._part, self._block, self._progress, self._base
+        if self._fused is None or op not in {"sum", "mean"}:
+            combine_slice(op, self._vectors, weights, part, block=block, progress=progress, base=base)
+            return
+        weights = evened(weights) if op == "mean" else [1.0] * len(weights)
+        total = sum(weights) if op == "mean" else 1.0
+        self._fused.combine_slice(self._addresses, weights, total, part, block=block, progress=progress, base=base)
 
 
 def warm_up(dtypes: Sequence[str]) -> None:
     """Compile or load the kernels now, so that the first round is as fast as the rest."""
     for dtype in dtypes:
         vector, block = np.zeros(1, dtype), np.zeros(1, dtype)
-        combine_in_place("sum", [vector], [1.0], (0, 1), block=block, progress=np.zeros(1, np.int64), base=0)
+        Part([vector], (0, 1), block=block, progress=np.zeros(1, np.int64)).combine("sum", [1.0])
 
 
 @functools.cache

@@ -17,6 +17,7 @@ as a process lives it holds the lock on byte `r + 1` of the file, so the kernel 
 import mmap
 import os
 import struct
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -141,10 +142,10 @@ class Table:
         start = _place(rank, meeting)
         return Call.of_words(self._words[start : start + _WEIGHT], self._reals[start + _WEIGHT])
 
-    def is_same(self, rank: int, other: int, meeting: int) -> bool:
-        """Two workers do the very same at a meeting, but for their weights."""
-        a, b = 8 * _place(rank, meeting), 8 * _place(other, meeting)
-        return self._memory[a : a + 8 * _WEIGHT] == self._memory[b : b + 8 * _WEIGHT]
+    def are_same(self, ranks: Sequence[int], meeting: int) -> bool:
+        """These workers do the very same at a meeting, but for their weights."""
+        places = [8 * _place(rank, meeting) for rank in ranks]
+        return len({self._memory[place : place + 8 * _WEIGHT] for place in places}) == 1
 
     def weight(self, rank: int, meeting: int) -> float:
         """How much the values of `rank` count."""
@@ -169,10 +170,23 @@ class Table:
     def members(self, meeting: int) -> list[int]:
         """The ranks that belong to the circle at a meeting."""
         words = self._words
-        rows = range(_HEADER_WORDS, _HEADER_WORDS + self.height * _ROW, _ROW)
+        return [rank for rank, row in self._rows() if 0 < words[row + _FIRST] <= meeting < words[row + _LAST]]
+
+    def missing(self, meeting: int) -> list[int]:
+        """Those of them who have not come yet."""
+        words = self._words
         return [
-            (row - _HEADER_WORDS) // _ROW for row in rows if 0 < words[row + _FIRST] <= meeting < words[row + _LAST]
+            rank
+            for rank, row in self._rows()
+            if words[row + _COUNT] < meeting and 0 < words[row + _FIRST] <= meeting < words[row + _LAST]
         ]
+
+    def begins(self, meeting: int) -> bool:
+        """It is somebody's first."""
+        return any(self._words[row + _FIRST] == meeting for _, row in self._rows())
+
+    def _rows(self) -> Iterable[tuple[int, int]]:
+        return enumerate(range(_HEADER_WORDS, _HEADER_WORDS + self.height * _ROW, _ROW))
 
     @property
     def height(self) -> int:

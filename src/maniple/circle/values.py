@@ -10,6 +10,7 @@ import numpy as np
 from maniple.circle.call import DTYPES
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
+from maniple.layout import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def check_out(out: Any, values: Values, dtype: np.dtype[Any]) -> None:
     expected = "bfloat16" if is_bfloat16 else str(dtype)
     if is_tensor(out) is not (values.kind in {"tensor", "bfloat16"}) or not hasattr(out, "shape"):
         raise InvalidArgument(f"out is a {type(out).__qualname__}, but x is another kind of thing. Pass one like x.")
-    found = str(out.dtype).removeprefix("torch.")
+    found = dtype_name(out)
     if tuple(out.shape) != values.array.shape or found != expected:
         raise InvalidArgument(
             f"out is {found}{list(out.shape)}, but the result is {expected}{list(values.array.shape)}. "

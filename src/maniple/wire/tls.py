@@ -155,13 +155,15 @@ def make_certificate(certificate: Path, key: Path) -> None:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(secret, hashes.SHA256())
     )
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    beside = key.with_name(f".{key.name}")
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    _write_whole(certificate, made.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    _write_whole(key, secret.private_bytes(serialization.Encoding.PEM, *plain), mode=0o600)
+
+
+def _write_whole(path: Path, data: bytes, *, mode: int) -> None:
+    """Write a file that nobody sees half written."""
+    beside = path.with_name(f".{path.name}")
     beside.unlink(missing_ok=True)
-    beside.touch(mode=0o600)
-    beside.write_bytes(
-        secret.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    beside.rename(key)
+    beside.touch(mode=mode)
+    beside.write_bytes(data)
+    beside.rename(path)

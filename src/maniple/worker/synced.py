@@ -18,7 +18,7 @@ from maniple.worker.owner import Owner
 from maniple.worker.replica import Replica
 from maniple.worker.rounds import Rounds
 
-_KEEP_SHARE = 0.01  # of the time one worker may spend on bringing the center up to date
+_KEEP_SHARE = 0.003  # of the time one worker may spend on bringing the center up to date: all wait for it
 
 
 class Synced(Replica):
