@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 
 from .conftest import MANIPLE, PATIENCE_S, Run, await_, is_gone
 
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 # Several models in one run, each shared with a rule of its own.
 LESSONS = """
     import sys, time
