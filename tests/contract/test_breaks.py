@@ -180,3 +180,13 @@ def test_owner_of_a_segment_is_rewritten_without_a_moment_of_nothing(tmp_path):
     assert (segment.path / "host").stat().st_size >= size
     assert b"short" in (segment.path / "host").read_bytes()
     again.remove()
+
+
+def test_whoever_takes_over_a_segment_removes_the_circles_of_the_dead(tmp_path):
+    segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
+    for name in ("circle-0", "circle-0.1.2.3", "circle-calls", "circle-0.parcel-7", "center-0"):
+        (segment.path / name).touch()
+    segment.close()
+    again = Segment.adopt(tmp_path, "0123456789abcdef", tmp_path)
+    assert [path.name for path in segment.path.glob("c*")] == ["center-0"]
+    again.remove()

@@ -8,7 +8,7 @@ import pytest
 from maniple.center import Segment
 from maniple.circle import resident, sums
 from maniple.circle.shared import Shared
-from maniple.errors import CallMismatch, WaitedTooLong
+from maniple.errors import CallMismatch, PeerLost, WaitedTooLong
 
 from .circle_threads import Died, circles, together
 
@@ -72,6 +72,60 @@ def test_part_of_a_dead_worker_is_finished_by_the_others(
     after = together([lambda rank=rank: mine[rank].all_reduce("sum") for rank in (0, 2)])
     assert [found.ranks for found in after] == [(0, 2), (0, 2)]
     for rank in (0, 2):
+        made[rank].close()
+
+
+@pytest.mark.parametrize("where", ["waiting", "come", "end"])
+def test_round_given_up_by_a_worker_is_finished_by_the_others_and_closed_to_it(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    """An exception falls between a worker's coming to the round and its part of it, or after that."""
+    made = circles(segment, 3)
+    mine = [circle.reside({"float32": 3000}) for circle in made]
+    for rank, one in enumerate(mine):
+        one.flat["float32"][:] = rank + 1
+
+    def fail(*_: Any) -> None:
+        raise Died
+
+    gone, usual = threading.Event(), resident.InPlace._combine
+
+    def combine(self: resident.InPlace, views: list[Any], index: int, *rest: Any) -> None:
+        if index == 1:
+            made[1].roster.on_wait = fail
+        else:
+            assert gone.wait(20)
+        usual(self, views, index, *rest)
+
+    if where == "come":
+        monkeypatch.setattr(mine[1], "_view", fail)
+    elif where == "end":
+        monkeypatch.setattr(resident.InPlace, "_combine", combine)
+    else:
+        made[1].roster.on_wait = fail
+
+    def give_up() -> Any:
+        try:
+            mine[1].all_reduce("mean")
+        except Died:
+            assert made[1].roster.is_in  # to the others it is still there
+        finally:
+            gone.set()
+        try:
+            mine[1].all_reduce("mean")
+        finally:
+            made[1].close()
+
+    def come(rank: int) -> Any:
+        assert where != "waiting" or gone.wait(20)
+        return [mine[rank].all_reduce("mean") for _ in range(2)]
+
+    first, error, third = together([lambda: come(0), give_up, lambda: come(2)])
+    assert isinstance(error, PeerLost)
+    assert "worker 1 has given up in the middle of a round of circle-0" in str(error) and "--restarts" in str(error)
+    for rank, (whole, after) in ((0, first), (2, third)):
+        assert whole.ranks == (0, 1, 2) and after.ranks == (0, 2)
+        assert (mine[rank].flat["float32"] == 2).all()  # its values are in the mean, and its part of it was made
         made[rank].close()
 
 

@@ -280,6 +280,91 @@ def test_what_is_no_optimizer_is_refused(optimizer):
         adapt(linear(), optimizer)
 
 
+# Gradients that all workers average
+
+
+def test_closure_is_refused_before_it_can_part_the_replicas():
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen, before = [], module.bias.detach().clone()
+    undo = adapt(module, optimizer).before_step(lambda: seen.append(1))
+    for act in (lambda: optimizer.step(lambda: 0.0), lambda: optimizer.step(closure=lambda: 0.0)):
+        with pytest.raises(InvalidArgument, match=r"closure.*LocalSGD\(k\)"):
+            act()
+    assert not seen and (module.bias == before).all()
+    optimizer.step(None)
+    optimizer.step(closure=None)
+    assert len(seen) == 2
+    undo()
+    optimizer.step(lambda: 0.0)
+
+
+def placed(gradients):
+    gradients.place({dtype: np.zeros(size, dtype) for dtype, size in gradients.sizes.items()})
+    return gradients
+
+
+@pytest.mark.parametrize("kind", ["gradients", "buckets"])
+def test_parameter_that_is_trained_later_is_refused_by_name(kind):
+    module = nn.Sequential(linear(), linear())
+    module[1].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    gradients = placed(getattr(adapt(module, optimizer), kind)(buffers=True))
+    train(module[0], optimizer)
+    gradients.collect()
+    module[1].weight.requires_grad_(True)
+    gradients.collect()  # as long as it has no gradient, it is not trained
+    module[1](torch.ones(1, 3)).sum().backward()
+    with pytest.raises(InvalidArgument, match=r"'1\.weight' has a gradient that is not averaged"):
+        gradients.collect()
+    optimizer.zero_grad()
+    other = linear()
+    optimizer.add_param_group({"params": list(other.parameters())})
+    other(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(InvalidArgument, match="'a parameter of the optimizer' has a gradient"):
+        gradients.collect()
+
+
+def test_buffers_that_are_not_learned_from_batches_are_not_averaged():
+    module = nn.Sequential(linear(), nn.BatchNorm1d(2))
+    module.register_buffer("scale", torch.ones(5))
+    sizes = adapt(module).gradients(buffers=True).sizes
+    parameters = sum(p.numel() for p in module.parameters())
+    assert sizes == {"float32": parameters + 2 * 2 + 4}  # running mean and variance; which are used
+
+
+# Batch normalisation over all workers
+
+
+class Unlike:
+    """Sums over workers, and cannot be copied, as a circle cannot."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def total(self, x):
+        self.calls += 1
+        x *= 2  # of two workers with equal batches
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no circle can be copied")
+
+
+def test_copy_of_a_model_with_synchronised_norm_is_a_model_of_its_own():
+    module, circle = nn.Sequential(linear(), nn.BatchNorm1d(2)), Unlike()
+    undo = adapt(module).synchronise_norm(circle.total)
+    other = copy.deepcopy(module)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    other(x)
+    assert circle.calls == 1  # the batches of all workers here too
+    assert (module[1].running_mean == 0).all() and (other[1].running_mean != 0).all()
+    y = copy.deepcopy(other).eval()(x)
+    assert circle.calls == 1 and not torch.equal(y, module.eval()(x))
+    undo()
+    copy.deepcopy(module).train()(x)
+    assert circle.calls == 1
+
+
 # Optimizer state
 
 OPTIMIZERS = {

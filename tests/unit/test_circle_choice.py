@@ -14,11 +14,21 @@ HOSTS = Place(world=4, local_world=2, address="a:1", launcher="maniple", master=
 TORCHRUN = Place(world=4, local_world=4, launcher="torchrun", master="127.0.0.1:29500")
 SRUN = Place(world=4, local_world=2, launcher="srun", master="n1:20000")
 MPIRUN = Place(world=4, local_world=4, launcher="mpirun")
+JOINED = Place(rank=4, world=4, address="node-7:1")
 
 
 @pytest.mark.parametrize(
     ("place", "circle"),
-    [(NEAR, "shared"), (HOSTS, "torch"), (TORCHRUN, "torch"), (SRUN, "torch"), (MPIRUN, "mpi"), (Place(), "alone")],
+    [
+        (NEAR, "shared"),
+        (HOSTS, "torch"),
+        (TORCHRUN, "torch"),
+        (SRUN, "torch"),
+        (MPIRUN, "mpi"),
+        (Place(), "alone"),
+        (JOINED.told(segment=Path("/dev/shm")), "shared"),
+        (JOINED.told(world=1, segment=Path("/dev/shm")), "shared"),
+    ],
 )
 def test_the_circle_that_fits(place, circle):
     assert choose_circle(place) == circle
@@ -39,6 +49,9 @@ def test_what_was_asked_for_stands_before(place, asked):
         (NEAR.told(circle="mpi"), "started by maniple.*mpirun -n 4"),
         (NEAR.told(circle="torch"), "MASTER_ADDR and MASTER_PORT"),
         (MPIRUN.told(circle="torch"), "MASTER_ADDR and MASTER_PORT"),
+        (JOINED, "joins node-7:1 .*cannot enter the circle.*rule of the center"),
+        (JOINED.told(world=1), "joins node-7:1 .*cannot enter the circle"),
+        (JOINED.told(segment=Path("/nowhere")), "joins node-7:1 .*cannot enter the circle"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(place, reason):

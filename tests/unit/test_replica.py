@@ -5,11 +5,15 @@ import contextlib
 import numpy as np
 import pytest
 
-from maniple import EASGD, Downpour, Every, RateLimit, Replica, Rule
+from maniple import BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Replica, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
+from maniple.circle.alone import Alone
 from maniple.errors import Diverged, InvalidArgument, WaitedTooLong
+from maniple.place import Place
 from maniple.record import Events
+from maniple.worker.asked import check_pace, check_return
+from maniple.worker.synced import Synced
 
 
 class Owner:
@@ -46,8 +50,12 @@ def share(segment):
         model = adapt(params)
         center, _ = Shared.open_or_create(segment, "center-0", model, rank=len(replicas))
         segment.mark(len(replicas), 1)
-        replica = Replica(model, center, rule=rule, pace=pace or Every(1), events=Events(None), worker=Owner())
-        replica.pull()
+        settings = {"rule": rule, "pace": pace or Every(1), "events": Events(None), "worker": Owner()}
+        if rule.meets == "center":
+            replica = Replica(model, center, **settings)
+        else:
+            replica = Synced(model, center, Alone(), wire="float32", **settings)
+        replica.begin()
         replicas.append(replica)
         return replica
 
@@ -252,3 +260,55 @@ def test_samples_are_counted_as_told(share):
 def test_replica_cannot_be_made_of_what_cannot_be_shared():
     with pytest.raises(InvalidArgument, match="'n' int64"):
         Replica(adapt({"n": np.arange(3)}), None, rule=EASGD(), pace=Every(1), events=Events(None), worker=Owner())
+
+
+# Rules of the circle
+
+
+@pytest.mark.parametrize("rule", [BSP(), LocalSGD(1)])
+def test_values_that_are_not_finite_end_a_worker_of_the_circle_too(share, segment, rule):
+    params = {"w": np.ones(2)}
+    replica = share(params, rule)
+    with pytest.warns(UserWarning, match="'w'"), pytest.raises(Diverged, match=r"3 exchanges in a row .*'w'"):
+        for _ in range(3):
+            gradient = {"w": np.full(2, np.nan)}
+            if rule.meets == "gradients":
+                replica.reduce(gradient)
+            params["w"] -= gradient["w"]
+            replica.step()
+            replica.publish()
+    assert value(segment) == 1
+
+
+@pytest.mark.parametrize("rule", [LocalSGD(3), Downpour(sync=True)])
+def test_center_shows_the_last_mean_and_not_what_one_worker_has_trained_since(share, segment, rule):
+    params = {"w": np.zeros(2)}
+    replica = share(params, rule, Every(3))
+    for step in range(1, 6):
+        params["w"] += 1
+        replica.step()
+        replica.publish()
+        assert value(segment) == step // 3 * 3
+        assert params["w"][0] == step  # the replica stays as it is
+    with replica.center():
+        assert params["w"][0] == 3
+    replica.finish(exchange=True)
+    assert value(segment) == 5
+
+
+def test_worker_that_was_started_again_cannot_enter_two_circles(share):
+    first = share({"w": np.zeros(2)}, BSP())
+    check_return(Place(rank=1, restarts=1), [])
+    check_return(Place(rank=1), [first])
+    check_return(Place(rank=1, restarts=1), [share({"w": np.zeros(2)}, EASGD())])
+    with pytest.raises(InvalidArgument, match=r"worker 1 was started again.*2 models.*--resume"):
+        check_return(Place(rank=1, restarts=1), [first])
+
+
+@pytest.mark.parametrize(
+    ("rule", "wire", "reason"),
+    [(MSync(1, norm="synchronised"), "float32", "nobody is ever late"), (MSync(1), "bfloat16", "not in bfloat16")],
+)
+def test_first_of_the_workers_are_refused_what_needs_all_of_them(rule, wire, reason):
+    with pytest.raises(InvalidArgument, match=rf"{reason}.*use BSP|{reason}.*Use BSP"):
+        check_pace(rule, Every(1), Alone(), wire)

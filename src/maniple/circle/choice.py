@@ -16,8 +16,9 @@ def choose_circle(place: Place) -> str:
         return place.circle
     if place.address is not None and not place.is_near and place.launcher != "maniple":
         raise InvalidArgument(
-            f"a worker that joins {place.address} from elsewhere cannot enter the circle of those who were started "
-            "together. Choose a rule of the center (easgd, asgd, downpour), or start all by `maniple run --hosts`."
+            f"a worker that joins {place.address} by itself cannot enter the circle of those who were started "
+            "together, whose memory it does not share. Choose a rule of the center (easgd, asgd, downpour), or start "
+            "all by `maniple run --hosts`."
         )
     if place.world == 1 and not place.is_near:
         return "alone"

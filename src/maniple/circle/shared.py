@@ -40,7 +40,7 @@ class Shared:
         self, segment: Segment, name: str, *, rank: int, world: int, deadline_s: float, is_boundary: bool = True
     ) -> None:
         incarnation = segment.incarnation(rank)
-        self.rank, self._segment, self._world, self._name = rank, segment, world, name
+        self.rank, self.world, self._segment, self._name = rank, world, segment, name
         self.roster = Roster(segment.path / name, rank, incarnation, deadline_s=deadline_s)
         self.slots = Slots(segment.path, name, rank, incarnation)
         self._pieces = Pieces(self.roster, self.slots)
@@ -57,7 +57,7 @@ class Shared:
     def enter(self) -> bool:
         """Take part from now on; True if the others were there already. Calls do it by themselves."""
         self._has_entered = True
-        is_late = self.roster.enter(range(self._world), self._is_absent)
+        is_late = self.roster.enter(range(self.world), self._is_absent)
         self.slots.clear()
         return is_late
 
@@ -153,6 +153,10 @@ class Shared:
         finally:
             self._nested -= 1
         self._end_call()
+
+    def conclude(self) -> None:
+        """Meet once more after all have read what was shown: with a quorum, some may be far ahead from here on."""
+        self.roster.meet(Call("barrier", 0), is_end=True)
 
     def close(self) -> None:
         """Leave. What this worker has given stays for as long as somebody needs it."""

@@ -54,7 +54,7 @@ def check_return(place: Place, replicas: Sequence[Replica]) -> None:
     if place.restarts and any(replica.rule.meets != "center" for replica in replicas):
         raise InvalidArgument(
             f"worker {place.rank} was started again, but a run that shares 2 models in the circle cannot take workers "
-            "back: the others go on without it. Start the run again with --resume, or share both as one module."
+            "back, only one that shares 1. Start the run again with --resume, or share both as one module."
         )
 
 

@@ -1,13 +1,18 @@
 """The circles of one worker: one for its own calls, one for each replica whose rule meets there."""
 
+import functools
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from maniple.circle.choice import choose_circle, open_circle
 from maniple.contracts import Circle
 from maniple.place import Place
 from maniple.record import Events
 from maniple.worker.seat import Seat
+
+if TYPE_CHECKING:
+    from maniple.circle.shared import Shared
 
 _CALLS = "circle-calls"
 
@@ -18,6 +23,7 @@ class Circles:
     def __init__(self, place: Place, seat: Seat | None, events: Events, on_wait: Callable[[], None]) -> None:
         self._place, self._seat, self._events, self._on_wait = place, seat, events, on_wait
         self._opened: dict[str, Circle] = {}
+        self._replicas: list[Shared] = []
         self._is_told = False
 
     @property
@@ -55,12 +61,21 @@ class Circles:
             deadline_s=place.circle_deadline_s,
             is_boundary=is_ours,
         )
-        circle.roster.on_wait = self._on_wait
+        circle.roster.on_wait = functools.partial(self._wait_in, circle) if is_ours else self._on_wait
         if not is_ours:  # who waits in the other one for this worker must be seen, also before its first call there
             calls = self.calls
             assert isinstance(calls, Shared)
             circle.roster.others.append(calls.roster)
+            self._replicas.append(circle)
         return circle
+
+    def _wait_in(self, calls: "Shared") -> None:
+        """This worker waits in the circle of calls, perhaps for one who needs it in that of a replica."""
+        from maniple.circle.awaited import see_to_awaited
+
+        for circle in self._replicas:
+            see_to_awaited(circle, calls)
+        self._on_wait()
 
     def _tell(self, engine: str) -> None:
         self._events.write("circle", engine=engine, world=self._place.world)

@@ -19,7 +19,8 @@ def shown(model: Adapter, rule: Rule, layout: Layout, memory: Sequence[Array] | 
     model.begin()
     for i, value in enumerate(own):
         value[:] = model.array(i)
-        model.array(i)[:] = rule.shared(value, memory[i])
+        if rule.norm != "local" or not model.is_buffer(i):  # of which there is no mean
+            model.array(i)[:] = rule.shared(value, memory[i])
         model.commit(i)
     try:
         yield
