@@ -154,10 +154,6 @@ class Shared:
             self._nested -= 1
         self._end_call()
 
-    def conclude(self) -> None:
-        """Meet once more after all have read what was shown: with a quorum, some may be far ahead from here on."""
-        self.roster.meet(Call("barrier", 0), is_end=True)
-
     def close(self) -> None:
         """Leave. What this worker has given stays for as long as somebody needs it."""
         self.roster.close()
