@@ -1,5 +1,6 @@
 """A worker that dies in the middle of a round: the others finish its part, whatever it had done of it."""
 
+import threading
 from typing import Any
 
 import numpy as np
