@@ -7,6 +7,7 @@ nothing but the wait:
     yield    look again and again, and let others on this core go first (sched_yield)
     asleep   sleep at once, until the kernel's futex wakes them
     bell     ours (maniple.bell): awake with sched_yield for up to a millisecond, then asleep
+    bell 5   the same with 5 milliseconds, as workers of a circle wait that have a core each
 
 Case by case: two processes without any work; two, of which one works 5 ms and the other has come before it; twice as
 many as there are cores, each with 1 ms of work. Each way takes its turn in each round; medians. `over` is the time of a
@@ -26,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-import maniple.bell
 from maniple.bell import Bell
 from measure import report
 
 CORES = len(os.sched_getaffinity(0))
 PATIENCE_S = 0.2  # of a sleep; a ring that is lost costs so much
 DEADLINE_S = 60  # after which the kernel ends a process whose others do not come
-WAYS = ("awake", "yield", "asleep", "bell")
+WAYS = ("awake", "yield", "asleep", "bell", "bell 5")
+AWAKE_S = {"asleep": 0.0, "bell": 1e-3, "bell 5": 5e-3}
 CASES: list[tuple[str, list[float], int]] = [  # milliseconds of work of each process, and how often they meet
     ("2, no work", [0, 0], 2000),
     ("2, one works 5 ms", [0, 5], 60),
@@ -62,7 +63,7 @@ class Meeting:
         if self._way == "yield":
             os.sched_yield()
         elif self._way != "awake":
-            self._bell.wait(rings, PATIENCE_S)
+            self._bell.wait(rings, PATIENCE_S, awake_s=AWAKE_S[self._way])
 
 
 def attend(meeting: Meeting, rank: int, work_ms: float, times: int) -> tuple[float, float]:
@@ -91,7 +92,6 @@ def play(way: str, works: list[float], times: int) -> tuple[float, float]:
     for rank, work_ms in enumerate(works):
         if (pid := os.fork()) == 0:
             signal.alarm(DEADLINE_S)
-            maniple.bell._SPIN_S = 0.0 if way == "asleep" else maniple.bell._SPIN_S
             results[2 * rank : 2 * rank + 2] = attend(meeting, rank, work_ms, times)
             os._exit(0)
         pids.append(pid)

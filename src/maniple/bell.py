@@ -15,7 +15,7 @@ _CALL = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine)  # the number of 
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 _POLL_S = 1e-3
-_SPIN_S = 1e-3  # a short wait is passed awake: a sleeper that is woken takes the core of the one who has rung
+AWAKE_S = 1e-3  # a short wait is passed awake: a sleeper that is woken takes the core of the one who has rung
 
 _system = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -45,11 +45,11 @@ class Bell:
             if _CALL is not None:
                 _system(_CALL, self._address, _WAKE, _ALL, None, None, 0)
 
-    def wait(self, count: int, timeout_s: float) -> None:
+    def wait(self, count: int, timeout_s: float, *, awake_s: float = AWAKE_S) -> None:
         """Until somebody has rung since `count` was read, or the time is over, or a signal came."""
         begin = time.perf_counter()
         while self._count.value == count:
-            if time.perf_counter() - begin > _SPIN_S:
+            if time.perf_counter() - begin > awake_s:
                 self._sleep(count, timeout_s)
                 return
             os.sched_yield()

@@ -12,17 +12,21 @@ come. Who belongs to it is the same for everybody:
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from maniple.bell import AWAKE_S
 from maniple.circle.absence import PassedOver, missed, torn
 from maniple.circle.call import Call, compare
 from maniple.circle.table import NEVER, Table
 from maniple.errors import CallMismatch
 
 _NAP_S = 0.01  # of two rings at once one may be lost: who waits looks by itself, too
+_AWAKE_S = 5e-3  # of a wait, if each has a core: one that falls idle comes back slowly, and its caches are cold
+_CORES = os.cpu_count() or 1
 _LOOK_S = 0.05  # how often it looks after those it waits for
 
 
@@ -48,8 +52,7 @@ class Roster:
         self.on_newcomers: Callable[[int], None] = lambda _: None
         self.waited_s = 0.0
         self.greeted = 0  # the meeting that this worker has made a parcel for
-        self._name = path.name
-        self._is_torn = False
+        self._name, self._is_torn = path.name, False
         self._is_claimed = False  # the lock of this worker's row is held
         self.is_refounded = False  # nobody was there to give this worker the others' state
 
@@ -237,9 +240,10 @@ class Roster:
         bell, count = self.table.bell, self.table.bell.count
         if is_done():
             return
-        begin = looked = time.perf_counter()
+        begin = looked = now = time.perf_counter()
+        awake_s = _AWAKE_S if self.table.height <= _CORES else AWAKE_S
         while True:
-            bell.wait(count, _NAP_S)
+            bell.wait(count, _NAP_S, awake_s=begin + awake_s - now)
             count = bell.count
             now = time.perf_counter()
             if is_done():
