@@ -3,7 +3,7 @@
 The layers; a row imports only rows below it, and names split by `|` do not import each other:
 
     cli                            the command
-    session                        settings from files and variables
+    session | pool                 settings from files and variables; workers of a program that stays serial
     launch                         starts workers and looks after them
     controller | model             answers the workers' questions; trains a class of the user's own
     host | worker                  the owner of a run; a process that trains
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from maniple.controller import Controller
     from maniple.feed.prefetch import Prefetch
     from maniple.feed.producer import Feed
+    from maniple.pool import Pool
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "LocalSGD",
     "MSync",
     "ManipleError",
+    "Pool",
     "Prefetch",
     "RateLimit",
     "Replica",
@@ -62,6 +64,7 @@ _LATER = {  # so that `import maniple` stays light
     "Client": "maniple.client",
     "Controller": "maniple.controller",
     "Feed": "maniple.feed.producer",
+    "Pool": "maniple.pool",
     "Prefetch": "maniple.feed.prefetch",
     "Session": "maniple.cli.session",
 }

@@ -21,7 +21,7 @@ def read(x: Tensor) -> tuple[Array, str, Callable[[Array], Tensor]]:
 
 
 def made(array: Array, kind: str) -> Tensor:
-    """A new tensor with these values."""
+    """A tensor with these values, in their memory if it is not of bfloat16."""
     values = torch.from_numpy(array)
     return values.to(torch.bfloat16) if kind == "bfloat16" else values
 

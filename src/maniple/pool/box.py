@@ -1,0 +1,89 @@
+"""A box: any Python value on its way between the caller and the workers; large arrays lie in shared memory meanwhile.
+
+    bytes   count, size of each large array and whether it passes by | the pickled rest
+    memory  [ large array | large array | ... ]
+
+Functions travel by value, with what they refer to, so they may be defined in a script, a notebook or a test.
+"""
+
+import io
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from maniple.circle.values import is_tensor
+from maniple.pool.memory import Memory
+
+_LARGE = 1 << 16
+_LINE = 64  # bytes: arrays begin at cache lines
+_COUNT = struct.Struct("<Q")
+
+
+def pack(value: Any, memory: Memory, passing: Sequence[Any] = ()) -> bytes:
+    """`value` as bytes, and its large arrays in `memory`, over what the last box had there.
+
+    Arrays that are `passing` by are seen there by who opens the box; others are copied.
+    """
+    large: list[memoryview] = []
+    places = {_place(array) for array in passing}
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE:
+            return True
+        large.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=is_small).dump(value)
+    sizes = [raw.nbytes for raw in large]
+    memory.reserve(sum(map(_padded, sizes)))
+    offset = 0
+    for raw in large:
+        memory.view("uint8", (raw.nbytes,), offset)[:] = np.frombuffer(raw, np.uint8)
+        offset += _padded(raw.nbytes)
+    told = [size << 1 | (_place(raw) in places) for size, raw in zip(sizes, large, strict=True)]
+    return struct.pack(f"<Q{len(told)}Q", len(told), *told) + stream.getbuffer()
+
+
+def unpack(data: bytes, memory: Memory) -> Any:
+    """What a box holds. Arrays that pass by are valid until the next box is packed."""
+    (count,) = _COUNT.unpack_from(data)
+    buffers: list[Any] = []
+    offset = 0
+    for told in struct.unpack_from(f"<{count}Q", data, _COUNT.size):
+        size, is_passing = told >> 1, told & 1
+        view = memory.view("uint8", (size,), offset)
+        buffers.append(view if is_passing else view.copy())
+        offset += _padded(size)
+    return pickle.loads(memoryview(data)[_COUNT.size * (1 + count) :], buffers=buffers)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if is_tensor(obj) and type(obj).__name__ == "Tensor" and _is_plain(obj):
+            from maniple.circle import tensors
+
+            return tensors.made, (obj.detach().cpu().numpy(), "tensor")
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: Any) -> bool:
+    is_dense = tensor.layout == sys.modules["torch"].strided
+    return is_dense and not tensor.is_conj() and str(tensor.dtype) != "torch.bfloat16"
+
+
+def _place(values: Any) -> int:
+    """Where in memory an array, a tensor or a buffer begins."""
+    if is_tensor(values):
+        return values.data_ptr()
+    return np.frombuffer(values, np.uint8).ctypes.data if isinstance(values, memoryview) else values.ctypes.data
+
+
+def _padded(size: int) -> int:
+    return size + -size % _LINE

@@ -1,0 +1,179 @@
+"""Data: an array in shared memory that the caller and all workers see."""
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maniple.circle.values import is_tensor
+from maniple.contracts import Array
+from maniple.errors import InvalidArgument
+from maniple.pool.memory import Memory
+
+
+class Data:
+    """An array in shared memory, or in a file, made by `pool.data`. It is used like a NumPy array.
+
+    What a function gets of it are views of the same memory: evenly spaced rows are not copied, so what a worker writes
+    there, all see.
+    """
+
+    def __init__(self, told: "Told", memory: Memory | None, forget: Callable[[], None]) -> None:
+        self._told, self._memory, self._forget = told, memory, forget
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its axes."""
+        return self._told.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What its elements are; it stays."""
+        return np.dtype(self._told.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def capacity(self) -> int:
+        """How many rows there is room for without taking more memory."""
+        row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        return len(self) if self._memory is None or not row else self._memory.capacity // row
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._array()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check_cast(value)
+        self._array()[key] = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = self._array()
+        return np.array(array, dtype) if copy or (dtype is not None and np.dtype(dtype) != array.dtype) else array
+
+    def __repr__(self) -> str:
+        return f"Data({self.dtype}{list(self.shape)})"
+
+    def __reduce__(self) -> Any:
+        self._array()  # refuses what is freed
+        return _seen, (self._told,)
+
+    def set_value(self, value: Any) -> None:
+        """Become `value`, of any length; memory is taken if there is too little."""
+        self._check_cast(value)
+        array = np.asarray(value)
+        if array.ndim != self.ndim or array.shape[1:] != self.shape[1:]:
+            raise InvalidArgument(
+                f"a value of shape {list(array.shape)} does not fit data of shape {list(self.shape)}: only the length "
+                "of axis 0 may change. Make other data of it with pool.data()."
+            )
+        self.set_length(len(array))
+        self._array()[...] = array
+
+    def set_length(self, length: int) -> None:
+        """Have so many rows. Those that stay keep their values; those that come have any."""
+        length = operator.index(length)
+        if length < 0:
+            raise InvalidArgument(f"data cannot have {length} rows. Give 0 or more.")
+        if self._memory is None:
+            raise InvalidArgument("data in a file of its own cannot change its length. Copy it: pool.data(data[:]).")
+        self._array()
+        shape = (length, *self.shape[1:])
+        self._memory.reserve(self.dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+        self._told = self._told.with_shape(shape)
+
+    def free(self) -> None:
+        """Give the memory back. The data cannot be used any more."""
+        if not self._told.is_free:
+            self._forget()
+            if self._memory is not None:
+                self._memory.remove()
+            self._told = self._told.freed()
+
+    def here(self) -> Any:
+        """What a function gets of it: an array, or a tensor if it was made of one."""
+        return _tensor(self._array()) if self._told.kind == "tensor" else self._array()
+
+    def _array(self) -> Array:
+        if self._told.is_free:
+            raise InvalidArgument("this data was freed, or its pool is closed. Make it anew with pool.data().")
+        return self._told.seen(self._memory)
+
+    def _check_cast(self, value: Any) -> None:
+        kind = value.dtype if hasattr(value, "dtype") and not is_tensor(value) else np.asarray(value).dtype
+        is_weak = not hasattr(value, "dtype")  # Python's own numbers take the dtype of what they meet
+        if not np.can_cast(kind, self.dtype, "same_kind" if is_weak else "safe"):
+            raise InvalidArgument(
+                f"{kind} values do not fit into data of dtype {self.dtype} without loss. "
+                f"Convert them: value.astype({str(self.dtype)!r})."
+            )
+
+
+class Told:
+    """What a worker is told of data: where it is, and how it is to be seen."""
+
+    def __init__(
+        self, path: Path | None, dtype: str, shape: tuple[int, ...], *, kind: str = "array", offset: int = -1
+    ) -> None:
+        self.path, self.dtype, self.shape, self.kind, self._offset = path, dtype, shape, kind, offset
+
+    @property
+    def is_free(self) -> bool:
+        """There is no memory any more."""
+        return self.path is None
+
+    def with_shape(self, shape: tuple[int, ...]) -> "Told":
+        """The same with another shape."""
+        return Told(self.path, self.dtype, shape, kind=self.kind, offset=self._offset)
+
+    def freed(self) -> "Told":
+        """The same without memory."""
+        return Told(None, self.dtype, self.shape, kind=self.kind)
+
+    def seen(self, memory: Memory | None) -> Array:
+        """The array; without memory of the pool it is in a file of its own."""
+        if memory is not None:
+            return memory.view(self.dtype, self.shape)
+        assert self.path is not None
+        return np.memmap(self.path, self.dtype, "r", self._offset, self.shape)
+
+
+_memories: dict[Path, Memory] = {}  # of this worker
+
+
+def _seen(told: Told) -> Any:
+    """In a worker: the data that the caller has passed."""
+    assert told.path is not None
+    if told.kind == "file":
+        return told.seen(None)
+    memory = _memories.setdefault(told.path, Memory(told.path))
+    array = told.seen(memory)
+    return _tensor(array) if told.kind == "tensor" else array
+
+
+def _tensor(array: Array) -> Any:
+    from maniple.circle import tensors
+
+    return tensors.made(array, "tensor")
+
+
+def forget_data(path: Path) -> None:
+    """In a worker: data was freed."""
+    _memories.pop(path, None)

@@ -1,0 +1,118 @@
+"""Objects that each worker has of its own, and the arrays in them."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from maniple.circle.calls import Calls
+from maniple.circle.values import is_tensor
+from maniple.errors import InvalidArgument
+
+
+class Handle:
+    """What the caller has of an object that each worker has for itself. Passed to a function, it is that object.
+
+    Attributes:
+        name: by which it can be called as well.
+    """
+
+    def __init__(self, number: int, name: str, local: Any = None, *, is_factory: bool = False) -> None:
+        self.number, self.name = number, name
+        self._local, self._is_factory = local, is_factory
+
+    @property
+    def local(self) -> Any:
+        """The caller's own, for `serial` calls; made when it is first needed."""
+        if self._is_factory:
+            self._local, self._is_factory = self._local(), False
+        return self._local
+
+    @local.setter
+    def local(self, value: Any) -> None:
+        self._local, self._is_factory = value, False
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name!r})"
+
+    def __reduce__(self) -> Any:
+        return find, (self.number, self.name)
+
+
+_kept: dict[int, Any] = {}  # of this worker
+
+
+def keep(number: int, value: Any) -> None:
+    """In a worker: have an object, or its new value."""
+    old = _kept.get(number)
+    if isinstance(value, Mapping) and hasattr(old, "load_state_dict"):
+        cast(Any, old).load_state_dict(value)
+    else:
+        _kept[number] = value
+
+
+def keep_local(handle: Handle, value: Any) -> None:
+    """In the caller: the new value of its own object."""
+    if isinstance(value, Mapping) and hasattr(handle.local, "load_state_dict"):
+        handle.local.load_state_dict(value)
+    else:
+        handle.local = value
+
+
+def find(number: int, name: str) -> Any:
+    """In a worker: its own object."""
+    try:
+        return _kept[number]
+    except KeyError:
+        raise InvalidArgument(f"{name!r} was dropped, or never made. Make it with pool.replicate().") from None
+
+
+def drop(number: int) -> None:
+    """In a worker: have it no more."""
+    _kept.pop(number, None)
+
+
+def arrays_of(value: Any, name: str) -> Iterator[Any]:
+    """The arrays and tensors in an object: it may be one, hold some in tuples, lists and dicts, or be a module."""
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in cast(Mapping[Any, Any], value).values():
+            yield from arrays_of(one, name)
+    elif isinstance(value, (list, tuple)):
+        for one in cast(Sequence[Any], value):
+            yield from arrays_of(one, name)
+    elif hasattr(value, "state_dict") and hasattr(value, "parameters"):
+        yield from (one.data for one in value.state_dict(keep_vars=True).values())
+    else:
+        raise InvalidArgument(
+            f"{name!r} is a {type(value).__qualname__}, which holds no arrays to send around. Replicate an array, "
+            "a module, or a tuple, list or dict of them."
+        )
+
+
+def meet(calls: Calls, verb: str, number: int, name: str, options: dict[str, Any]) -> None:
+    """In all workers at once: broadcast, all_reduce or all_gather an object in place."""
+    value = find(number, name)
+    if verb == "all_gather":
+        (array,) = arrays_of(value, name)
+        parts = calls.all_gather(array)
+        keep(options["into"], joined(parts))
+        return
+    for array in arrays_of(value, name):
+        if verb == "broadcast":
+            calls.broadcast(array, root=options["root"], out=array)
+        elif not (hasattr(value, "state_dict") and _is_whole(array)):  # a module's counts have no mean
+            calls.all_reduce(array, options["op"], out=array)
+
+
+def joined(parts: list[Any]) -> Any:
+    """Arrays or tensors one after the other."""
+    if is_tensor(parts[0]):
+        return sys.modules["torch"].cat(parts)
+    return np.concatenate(parts)
+
+
+def _is_whole(array: Any) -> bool:
+    return not array.is_floating_point() and not array.is_complex() if is_tensor(array) else array.dtype.kind in "iub"
