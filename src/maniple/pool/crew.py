@@ -105,7 +105,7 @@ class Crew:
         env = os.environ | thread_variables(len(cores), set(os.environ)) | _KEPT
         if device is not None and device.startswith("cuda"):
             env["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2] or str(rank)
-        command = [sys.executable, "-m", "maniple.pool.served", str(theirs.fileno()), str(life_end), str(segment)]
+        command = [sys.executable, "-m", "maniple.pool", str(theirs.fileno()), str(life_end), str(segment)]
         try:
             process = subprocess.Popen(
                 [*command, str(rank), str(self._world)],

@@ -1,6 +1,6 @@
 """A worker of a pool: does what the caller asks, one thing after the other, until the caller is gone.
 
-    python -m maniple.pool.served LINK LIFE SEGMENT RANK WORLD
+    python -m maniple.pool LINK LIFE SEGMENT RANK WORLD
 
 LINK and LIFE are file descriptors: of the connection, and of a pipe that ends with the caller's life.
 """
@@ -212,7 +212,3 @@ def _watch(life: int, segment: Path) -> None:
             break
     shutil.rmtree(segment, ignore_errors=True)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
