@@ -30,7 +30,6 @@ def pack(value: Any, memory: Memory, passing: Sequence[Any] = ()) -> bytes:
     Arrays that are `passing` by are seen there by who opens the box; others are copied.
     """
     large: list[memoryview] = []
-    places = {_place(array) for array in passing}
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -40,14 +39,15 @@ def pack(value: Any, memory: Memory, passing: Sequence[Any] = ()) -> bytes:
         return False
 
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=is_small).dump(value)
-    sizes = [raw.nbytes for raw in large]
-    memory.reserve(sum(map(_padded, sizes)))
+    pickler = _Pickler(stream, protocol=5, buffer_callback=is_small)
+    pickler.passing = {id(array) for array in passing}
+    pickler.dump(value)
+    memory.reserve(sum(_padded(raw.nbytes) for raw in large))
     offset = 0
     for raw in large:
         memory.view("uint8", (raw.nbytes,), offset)[:] = np.frombuffer(raw, np.uint8)
         offset += _padded(raw.nbytes)
-    told = [size << 1 | (_place(raw) in places) for size, raw in zip(sizes, large, strict=True)]
+    told = [raw.nbytes << 1 | (id(raw.obj) in pickler.passing) for raw in large]
     return struct.pack(f"<Q{len(told)}Q", len(told), *told) + stream.getbuffer()
 
 
@@ -65,24 +65,22 @@ def unpack(data: bytes, memory: Memory) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
+    passing: set[int]  # the arrays that pass by: these objects, and not others in the same memory
+
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and type(obj).__name__ == "Tensor" and _is_plain(obj):
             from maniple.circle import tensors
 
-            return tensors.made, (obj.detach().cpu().numpy(), "tensor")
+            array = obj.detach().cpu().numpy()
+            if id(obj) in self.passing:
+                self.passing.add(id(array))
+            return tensors.made, (array, "tensor")
         return super().reducer_override(obj)
 
 
 def _is_plain(tensor: Any) -> bool:
-    is_dense = tensor.layout == sys.modules["torch"].strided
-    return is_dense and not tensor.is_conj() and str(tensor.dtype) != "torch.bfloat16"
-
-
-def _place(values: Any) -> int:
-    """Where in memory an array, a tensor or a buffer begins."""
-    if is_tensor(values):
-        return values.data_ptr()
-    return np.frombuffer(values, np.uint8).ctypes.data if isinstance(values, memoryview) else values.ctypes.data
+    is_dense = tensor.layout == sys.modules["torch"].strided and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense and not tensor.requires_grad and str(tensor.dtype).removeprefix("torch.") in np.sctypeDict
 
 
 def _padded(size: int) -> int:

@@ -92,7 +92,8 @@ def carry_out(
 ) -> Done:
     """Call the function on this process's rows, slice by slice; `tick(k, n)`: the k-th of n slices is done.
 
-    With `training`, its step is made of them; all processes make it, also those without rows.
+    With `training`, the mean gradient is made of them, also by processes without rows. The step and the updates are
+    left to who calls this.
     """
     begin = time.perf_counter()
     sets, count = _own(call, rank, world)
@@ -104,18 +105,18 @@ def carry_out(
     for number, piece in enumerate(pieces):
         args, kwargs = _with(call, {key: taken(value, piece) for key, value in sets.items()})
         begin = time.perf_counter()
-        output = work.function(*args, **kwargs) if training is None else training.learn(*args, **kwargs)
+        output = work.function(*args, **kwargs) if training is None else training.learn(len(piece), *args, **kwargs)
         times.compute_s += time.perf_counter() - begin
         weight = float(max(1, len(piece)) if sets else 1)
         if work.update:
             output = _split(output, work.update)
-            updates.add(output[1], weight)
+            updates.add(output[1], weight, is_last=number + 1 == len(pieces))
             output = output[0]
-        total.add(output, weight)
+        total.add(output, weight, is_last=number + 1 == len(pieces))
         tick(number + 1, len(pieces))
     if training is not None:
         begin = time.perf_counter()
-        training.finish(circle())
+        training.average(circle())
         times.compute_s += time.perf_counter() - begin
     times.calls += 1
     return Done(total.value(), total.weight, updates.value() or {})

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -17,12 +17,14 @@ from typing import Any
 from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.launch.job import split_cores, thread_variables
 from maniple.pool.box import pack, unpack
+from maniple.pool.held import Held
 from maniple.pool.memory import Memory
-from maniple.pool.served import DONE, INTERRUPTED, STAGE, results
+from maniple.pool.served import DONE, FAILED, INTERRUPTED, STAGE, results
 
 _LOOK_MS = 100
 _START_S = 120.0
 _STOP_S = 10.0  # for what a worker does when it is interrupted
+_AGAIN_S = 1.0  # a worker that had not begun, or whose library has swallowed the interrupt, is told again
 _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # memory for the next call
 
 
@@ -37,6 +39,9 @@ class Crew:
         self._links: list[Connection] = []
         self._lives: list[int] = []
         self._poll = select.poll()
+        self._path: list[str] = []  # where workers look for modules
+        self._lock, self._is_asking = threading.RLock(), False
+        self._owner = os.getpid()
         self.closed = ""  # why it cannot be asked any more
         cores = split_cores(sorted(os.sched_getaffinity(0)), world)
         try:
@@ -60,31 +65,35 @@ class Crew:
         to: int | None = None,
         passing: Sequence[Any] = (),
         on_wait: Callable[[], None] = lambda: None,
+        is_firm: bool = False,
     ) -> Any:
-        """The answers of all workers to one request, by rank; or that of worker `to`.
+        """The answers of all workers to one request, by rank; or that of worker `to`. One thread at a time.
 
-        Arrays that are `passing` by are not copied by the workers.
+        Arrays that are `passing` by are not copied by the workers. What is `is_firm` is done by all if Ctrl-C comes.
         """
-        self.check()
-        ranks = range(self._world) if to is None else [to]
-        message = pack((verb, options), self._stage, passing)
-        try:
-            for rank in ranks:
-                self._send(rank, message)
-            answers = self._collect(set(ranks), on_wait)
-        except KeyboardInterrupt:
-            self._drain(set(ranks))
-            raise
+        with self._lock:
+            self.check()
+            self._tell_path()
+            ranks = range(self._world) if to is None else [to]
+            message = pack((verb, options), self._stage, passing)
+            with Held() as held:
+                answers = self._exchange(ranks, message, on_wait, held, _STOP_S if is_firm else 0.0)
         return [answers[rank] for rank in ranks] if to is None else answers[to]
 
     def check(self) -> None:
-        """Raise InvalidArgument if nobody is there any more."""
+        """Raise InvalidArgument if nobody is there any more, or who is there is not one's own."""
         if self.closed:
             raise InvalidArgument(f"the pool is closed: {self.closed}. Make another one.")
+        if os.getpid() != self._owner:
+            raise InvalidArgument(
+                f"the pool belongs to process {self._owner}, of which this one is a copy. Make a pool here."
+            )
+        if self._is_asking:
+            raise InvalidArgument("the pool is in the middle of a call, which a signal has cut short. Return first.")
 
     def close(self, why: str) -> None:
         """End the processes."""
-        if self.closed:
+        if self.closed or os.getpid() != self._owner:
             return
         self.closed = why
         for link in self._links:
@@ -102,10 +111,12 @@ class Crew:
     def _start(self, segment: Path, rank: int, cores: list[int], device: str | None) -> None:
         ours, theirs = socket.socketpair()
         life_end, life = os.pipe()
+        begin = f"import sys; sys.path[:] = {_path()!r}; from maniple.pool.served import main; main()"
         env = os.environ | thread_variables(len(cores), set(os.environ)) | _KEPT
         if device is not None and device.startswith("cuda"):
             env["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2] or str(rank)
-        command = [sys.executable, "-m", "maniple.pool", str(theirs.fileno()), str(life_end), str(segment)]
+        # not -m: that would look for modules in the working folder, and not where the caller has found maniple
+        command = [sys.executable, "-P", "-c", begin, str(theirs.fileno()), str(life_end), str(segment)]
         try:
             process = subprocess.Popen(
                 [*command, str(rank), str(self._world)],
@@ -125,55 +136,89 @@ class Crew:
             os.sched_setaffinity(process.pid, cores)
 
     def _greet(self) -> None:
-        path = pickle.dumps(sys.path)
+        self._path = _path()
         deadline = time.monotonic() + _START_S
-        for rank in range(self._world):
-            self._links[rank].send_bytes(path)
         for rank, link in enumerate(self._links):
-            try:
-                while not link.poll(0.1):
-                    if time.monotonic() > deadline:
-                        raise WorkerFailed(f"worker {rank} of the pool has not begun within {_START_S:.0f} s.")
-                link.recv_bytes()
-            except (EOFError, ConnectionError):
-                raise self._lost(rank) from None
+            while not link.poll(0.1):
+                if time.monotonic() > deadline:
+                    raise WorkerFailed(f"worker {rank} of the pool has not begun within {_START_S:.0f} s.")
+            self._receive(rank)
+
+    def _tell_path(self) -> None:
+        """Modules may be found in other places than when the workers began."""
+        path = _path()
+        if path != self._path:
+            self._path = path
+            self.ask("path", {"path": path})
+
+    def _exchange(
+        self, ranks: Sequence[int], message: bytes, on_wait: Callable[[], None], held: Held, patience_s: float
+    ) -> dict[int, Any]:
+        """Ask, and wait for the answers; whatever happens, nobody is left with a question or an answer for later."""
+        answers: dict[int, Any] = {}
+        pending: set[int] = set()
+        self._is_asking = True
+        try:
+            for rank in ranks:
+                self._send(rank, message)
+                pending.add(rank)
+            error = None
+            while pending and not error and not held.is_over(patience_s):
+                error = self._collect(pending, answers)
+                held.run(on_wait)
+            self._drain(pending)
+        except BaseException as cause:  # of a signal that is not held, say: a message may be in pieces
+            self.close(f"a call was cut short by {type(cause).__qualname__}")
+            raise
+        finally:
+            self._is_asking = False
+        if error and not held.raised:
+            raise error
+        return answers
+
+    def _collect(self, pending: set[int], answers: dict[int, Any]) -> BaseException | None:
+        """Take the answers that are there; gives the first error among them."""
+        error = None
+        for rank in self._ready(_LOOK_MS):
+            message = self._receive(rank)
+            pending.discard(rank)
+            state, answers[rank] = self._opened(rank, message)
+            if state != DONE and error is None:
+                error = _raised(rank, state, answers[rank])
+        return error
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
             self._links[rank].send_bytes(message)
-        except (BrokenPipeError, ConnectionError):
+        except OSError:
             raise self._lost(rank) from None
-
-    def _collect(self, pending: set[int], on_wait: Callable[[], None]) -> dict[int, Any]:
-        answers: dict[int, Any] = {}
-        while pending:
-            for rank in self._ready(_LOOK_MS):
-                state, value = self._receive(rank)
-                pending.discard(rank)
-                if state != DONE:
-                    self._drain(pending)
-                    raise _raised(rank, state, value)
-                answers[rank] = value
-            on_wait()
-        return answers
 
     def _ready(self, timeout_ms: float) -> list[int]:
         found = {file for file, _ in self._poll.poll(timeout_ms)}
+        if self.closed:  # by another thread, or by a handler of a signal
+            raise WorkerFailed(f"the pool was closed in the middle of a call: {self.closed}. Make another one.")
         return [rank for rank, link in enumerate(self._links) if link.fileno() in found]
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> bytes:
         try:
-            return unpack(self._links[rank].recv_bytes(), self._results[rank])
-        except (EOFError, ConnectionError):
+            return self._links[rank].recv_bytes()
+        except (EOFError, OSError):
             raise self._lost(rank) from None
+
+    def _opened(self, rank: int, message: bytes) -> tuple[str, Any]:
+        try:
+            return unpack(message, self._results[rank])
+        except Exception as error:  # a class that only the worker knows, say
+            return FAILED, (error, str(error), "the answer could not be opened by the caller")
 
     def _drain(self, pending: set[int]) -> None:
         """Interrupt what is under way, so that all are ready for the next request."""
-        pending = set(pending)
-        for rank in pending:
-            self._processes[rank].send_signal(signal.SIGINT)
-        deadline = time.monotonic() + _STOP_S
-        while pending and time.monotonic() < deadline:
+        begin, times = time.monotonic(), 0
+        while pending and time.monotonic() - begin < _STOP_S:
+            if time.monotonic() - begin >= times * _AGAIN_S:
+                times += 1
+                for rank in pending:
+                    self._processes[rank].send_signal(signal.SIGINT)
             for rank in self._ready(_LOOK_MS):
                 self._receive(rank)
                 pending.discard(rank)
@@ -196,6 +241,10 @@ class Crew:
             f"worker {rank} of the pool {how}, and what it had is lost: the pool is closed. Look for what ended it "
             "(too little memory?), and make another pool."
         )
+
+
+def _path() -> list[str]:
+    return [entry or str(Path.cwd()) for entry in sys.path]
 
 
 def _signal(number: int) -> str:

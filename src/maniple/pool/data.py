@@ -31,7 +31,7 @@ class Data:
     @property
     def dtype(self) -> np.dtype[Any]:
         """What its elements are; it stays."""
-        return np.dtype(self._told.dtype)
+        return self._told.dtype
 
     @property
     def ndim(self) -> int:
@@ -102,10 +102,10 @@ class Data:
     def free(self) -> None:
         """Give the memory back. The data cannot be used any more."""
         if not self._told.is_free:
-            self._forget()
             if self._memory is not None:
                 self._memory.remove()
             self._told = self._told.freed()
+            self._forget()
 
     def here(self) -> Any:
         """What a function gets of it: an array, or a tensor if it was made of one."""
@@ -119,7 +119,8 @@ class Data:
     def _check_cast(self, value: Any) -> None:
         kind = value.dtype if hasattr(value, "dtype") and not is_tensor(value) else np.asarray(value).dtype
         is_weak = not hasattr(value, "dtype")  # Python's own numbers take the dtype of what they meet
-        if not np.can_cast(kind, self.dtype, "same_kind" if is_weak else "safe"):
+        is_whole = is_weak and kind.kind == "i" and self.dtype.kind == "u"  # NumPy refuses those that are too large
+        if not is_whole and not np.can_cast(kind, self.dtype, "same_kind" if is_weak else "safe"):
             raise InvalidArgument(
                 f"{kind} values do not fit into data of dtype {self.dtype} without loss. "
                 f"Convert them: value.astype({str(self.dtype)!r})."
@@ -130,7 +131,7 @@ class Told:
     """What a worker is told of data: where it is, and how it is to be seen."""
 
     def __init__(
-        self, path: Path | None, dtype: str, shape: tuple[int, ...], *, kind: str = "array", offset: int = -1
+        self, path: Path | None, dtype: np.dtype[Any], shape: tuple[int, ...], *, kind: str = "array", offset: int = -1
     ) -> None:
         self.path, self.dtype, self.shape, self.kind, self._offset = path, dtype, shape, kind, offset
 

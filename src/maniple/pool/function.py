@@ -64,6 +64,8 @@ class Function:
         call.kwargs = {name: _here(value) for name, value in call.kwargs.items()}
         training = None if self._work.training is None else self._work.training.local
         done = carry_out(self._work, call, rank=0, world=1, times=Times(), training=training)
+        if training is not None:
+            training.step()
         for name, value in done.updates.items():
             keep_local(self._handle(name, args, kwargs), value)
         return done.output
@@ -111,7 +113,14 @@ class Function:
             raise InvalidArgument(f"{name!r} is updated, so it must be a handle, but is a {type(value).__qualname__}.")
         return value
 
+    def __reduce__(self) -> Any:
+        raise InvalidArgument(
+            "a function of a pool cannot run in a worker. Let it refer to the plain function instead."
+        )
+
     def _check_names(self) -> None:
+        if any(isinstance(key, int) and key < 0 for key in (*self._scatter, *self._broadcast)):
+            raise InvalidArgument("arguments are counted from 0, and not from the end. Give positions or names.")
         unknown = [k for k in (*self._scatter, *self._broadcast, *self._work.update) if isinstance(k, str)]
         for name in unknown if self._names else ():
             if name not in self._names and not _takes_any(self._work.function):
@@ -155,10 +164,10 @@ def _length(value: Any, name: str) -> int:
 
 
 def _plain(values: Any) -> Any:
-    """As it can be sent: in one piece."""
+    """As it can be sent: in one piece, and not the same object as another argument."""
     if is_tensor(values):
         return values.detach().cpu().contiguous()
-    return np.ascontiguousarray(values)
+    return np.ascontiguousarray(values)[:]
 
 
 def _here(value: Any) -> Any:

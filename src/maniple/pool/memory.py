@@ -4,6 +4,7 @@ import math
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Memory:
             os.close(file)
         self._map()
 
-    def view(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:
+    def view(self, dtype: str | np.dtype[Any], shape: tuple[int, ...], offset: int = 0) -> Array:
         """An array over the bytes; maps what another process has added."""
         size = np.dtype(dtype).itemsize * math.prod(shape)
         if not size:

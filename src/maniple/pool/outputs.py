@@ -40,10 +40,11 @@ class Total:
         self._ops = ops
         self._parts: list[tuple[Any, float]] = []
 
-    def add(self, output: Any, weight: float, *, is_total: bool = False) -> None:
-        """One more; `is_total`: it is what several calls gave."""
+    def add(self, output: Any, weight: float, *, is_total: bool = False, is_last: bool = True) -> None:
+        """One more; `is_total`: what several calls gave. After one that is not the last, a call may write over it."""
         if not is_total:
-            output = _walk(self._ops, [output], lambda op, xs, _: [xs[0]] if op == "none" else _plain(xs[0]))
+            seen = _plain if is_last else _copied
+            output = _walk(self._ops, [output], lambda op, xs, _: [xs[0]] if op == "none" else seen(xs[0]))
         self._parts.append((output, weight))
         if len(self._parts) > 1 and not self._gathers(self._ops):  # nothing is kept that is not needed
             weights = [weight for _, weight in self._parts]
@@ -73,8 +74,11 @@ class Total:
 def _walk(ops: Ops, parts: list[Any], act: Callable[[str, list[Any], str], Any], at: str = "the output") -> Any:
     """Go down into outputs of the same form, and `act` where the op says what to do."""
     first = parts[0]
-    if ops == "none" or first is None:
-        return act("none", parts, at) if ops == "none" else None
+    if ops == "none":
+        return act("none", parts, at)
+    _check_alike(parts, at)
+    if first is None:
+        return None
     if isinstance(first, Mapping):
         _check_form(ops, Mapping, cast(Mapping[Any, Any], first).keys(), at)
         return {
@@ -91,6 +95,23 @@ def _walk(ops: Ops, parts: list[Any], act: Callable[[str, list[Any], str], Any],
     if not isinstance(ops, str):
         raise InvalidArgument(f"{at} is a {type(first).__qualname__}, but reduce={ops!r} is for several. Give one op.")
     return act(ops, parts, at)
+
+
+def _check_alike(parts: list[Any], at: str) -> None:
+    forms = list(dict.fromkeys(map(_form, parts)))
+    if len(forms) > 1:
+        raise InvalidArgument(
+            f"{at} is {forms[0]} for some rows and {forms[1]} for others, so they cannot be put together. Return the "
+            "same form for all rows (an array of a value per row, not a list), or use reduce='none'."
+        )
+
+
+def _form(x: Any) -> str:
+    if x is None:
+        return "None"
+    if isinstance(x, Mapping):
+        return f"a dict of {', '.join(sorted(map(repr, cast(Mapping[Any, Any], x))))}"
+    return f"a {type(x).__name__} of {len(cast(Any, x))}" if isinstance(x, (list, tuple)) else "a value"
 
 
 def _op_of(ops: Ops, key: Any) -> Ops:
@@ -137,7 +158,7 @@ def _mean(xs: list[Any], weights: Sequence[float]) -> Any:
 
 
 def _folded(op: str, xs: list[Any]) -> Any:
-    result = xs[0]
+    result = xs[0] * 1 if op == "sum" and _is_bool(xs[0]) else xs[0]  # NumPy's True + True is True
     for x in xs[1:]:
         if op == "sum":
             result = result + x
@@ -167,6 +188,15 @@ def _plain(x: Any) -> Any:
         return x.detach()
     is_known = _is_array(x) or isinstance(x, str) or not hasattr(x, "__array__")
     return x if is_known else np.asarray(x)
+
+
+def _copied(x: Any) -> Any:
+    x = _plain(x)
+    return x.clone() if is_tensor(x) else x.copy() if isinstance(x, np.ndarray) else x
+
+
+def _is_bool(x: Any) -> bool:
+    return str(x.dtype).endswith("bool") if is_tensor(x) else np.asarray(x).dtype.kind == "b"
 
 
 def _is_array(x: Any) -> bool:

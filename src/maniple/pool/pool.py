@@ -1,12 +1,13 @@
 """The pool: workers of a program that stays serial."""
 
-import atexit
+import contextlib
 import functools
 import itertools
 import os
 import secrets
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -29,6 +30,7 @@ from maniple.pool.training import Training, check_optimizer
 
 Named = Handle | str
 _MANY = 64  # arguments of a function, at most
+_numbers = itertools.count(1)  # of all pools: what belongs to one is not found in another
 
 
 class Pool:
@@ -48,20 +50,21 @@ class Pool:
             raise InvalidArgument(f"Pool(n={self.n}) has no workers. Give 1 or more.")
         root = shared_memory(os.environ)
         self._segment = Segment.create(root, secrets.token_hex(8), Path(), is_making=True)  # not to be kept
-        self._numbers = itertools.count(1)
         self._circle = 0
         self._handles: dict[str, Handle] = {}
         self._data: list[Data] = []
+        self._unused: list[int] = []  # functions that the program has no more
         board = Memory(self._segment.path / BOARD, is_new=True)
         board.reserve(16 * self.n)
         self._board = board.view("int64", (self.n, 2))
-        atexit.register(self.close)
         try:
             self._crew = Crew(self._segment.path, self.n, devices)
         except BaseException:
-            atexit.unregister(self.close)
             self._segment.remove()
             raise
+        # at the latest when the program ends, or has the pool no more: a cell of a notebook makes it again
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _end, self._crew, self._segment, self._owner)
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +75,11 @@ class Pool:
     def __repr__(self) -> str:
         return f"Pool({self.n})" if not self._crew.closed else f"Pool({self.n}), closed"
 
+    def __reduce__(self) -> Any:
+        raise InvalidArgument(
+            "a pool cannot be sent to its workers: a function refers to it. Pass data and handles as arguments instead."
+        )
+
     @property
     def pids(self) -> list[int]:
         """The worker processes."""
@@ -79,11 +87,11 @@ class Pool:
 
     def close(self) -> None:
         """End the workers, and free all data. Nothing of the pool can be used after that."""
-        atexit.unregister(self.close)
-        self._crew.close("close() was called")
+        if os.getpid() != self._owner:  # a copy of the process by fork has nothing to end
+            return
+        self._end()
         for data in list(self._data):
             data.free()
-        self._segment.remove()
 
     def function(
         self,
@@ -105,9 +113,9 @@ class Pool:
                 Then `fn` returns (outputs, {name: new value}); all slices see the old values.
         """
         check_ops(update or {}, "update")
-        number, work = next(self._numbers), Work(fn, reduce, dict(update or {}))
-        made = Function(work, scatter, broadcast, functools.partial(self._run, number))
-        self._crew.ask("define", {"number": number, "work": work})
+        number, work = next(_numbers), Work(fn, reduce, dict(update or {}))
+        made = Function(work, scatter, broadcast, functools.partial(self._run, number, bool(update)))
+        self._define(number, work, made)
         return made
 
     def train_function(
@@ -129,22 +137,26 @@ class Pool:
         local = model.local if isinstance(model, Handle) else model
         check_optimizer(local, optimizer, settings)
         handle = model if isinstance(model, Handle) else self.replicate(model)
+        if handle is model:  # each worker may have made its own
+            self.broadcast(handle)
         made = Training(local, loss, optimizer, settings)
-        training = self._new_handle(None, made)
+        number = next(_numbers)
+        training = Handle(number, f"training-{number}", made)
         parts = {"model": handle, "loss": loss, "optimizer": optimizer, "settings": settings}
-        self._crew.ask("train", {"number": training.number, **parts})
-        number = next(self._numbers)
         work = Work(loss, "mean", training=training)
-        function = Function(work, range(_MANY if sets is None else sets), (), functools.partial(self._run, number))
+        run = functools.partial(self._run, number, True)
+        function = Function(work, range(_MANY if sets is None else sets), (), run)
         function.model = handle
-        self._crew.ask("define", {"number": number, "work": Work(_nothing, "mean", training=training)})
+        self._crew.ask("train", {"number": number, **parts})
+        self._define(number, Work(_nothing, "mean", training=training), function)
         return function
 
     def data(self, array: Any) -> Data:
         """A copy of an array or a CPU tensor in shared memory, seen by all workers; a `np.memmap` stays in its file."""
         self._crew.check()
-        if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous:
-            told = Told(Path(array.filename), str(array.dtype), array.shape, kind="file", offset=_offset(array))
+        is_in_file = isinstance(array, np.memmap) and array.filename is not None and array.mode != "c"
+        if is_in_file and array.flags.c_contiguous:
+            told = Told(Path(array.filename), array.dtype, array.shape, kind="file", offset=_offset(array))
             return self._keep_data(told, None)
         kind = "tensor" if is_tensor(array) else "array"
         values = cast(Any, array).detach().cpu().numpy() if kind == "tensor" else np.asarray(array)
@@ -153,17 +165,18 @@ class Pool:
                 f"a {type(array).__qualname__} of dtype {values.dtype} and {values.ndim} axes cannot be kept as data. "
                 "Pass an array of numbers with at least one axis."
             )
-        path = self._segment.path / f"data-{next(self._numbers)}"
+        path = self._segment.path / f"data-{next(_numbers)}"
         memory = Memory(path, is_new=True)
         memory.reserve(values.nbytes)
-        memory.view(str(values.dtype), values.shape)[...] = values
-        return self._keep_data(Told(path, str(values.dtype), values.shape, kind=kind), memory)
+        memory.view(values.dtype, values.shape)[...] = values
+        return self._keep_data(Told(path, values.dtype, values.shape, kind=kind), memory)
 
     def replicate(self, made: Any, *, name: str | None = None) -> Handle:
         """An object of its own for each worker: a copy of this one, or what this function or class makes there."""
         is_factory = isinstance(made, (types.FunctionType, types.MethodType, functools.partial, type))
         handle = self._new_handle(name, made, is_factory=is_factory)
-        self._crew.ask("keep", {"number": handle.number, "value": made, "is_factory": is_factory})
+        with self._unless_it_fails(handle):
+            self._crew.ask("keep", {"number": handle.number, "value": made, "is_factory": is_factory})
         return handle
 
     def drop(self, what: Named) -> None:
@@ -195,7 +208,8 @@ class Pool:
     def scatter(self, values: Any, *, name: str | None = None) -> Handle:
         """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it."""
         handle = self._new_handle(name, values.here() if isinstance(values, Data) else values)
-        self._crew.ask("share", {"number": handle.number, "value": values})
+        with self._unless_it_fails(handle):
+            self._crew.ask("share", {"number": handle.number, "value": values})
         return handle
 
     def gather(self, what: Named) -> Any:
@@ -217,7 +231,8 @@ class Pool:
     def all_gather(self, what: Named, *, name: str | None = None) -> Handle:
         """All workers' arrays, one after the other, for each worker."""
         handle = self._new_handle(name, None)
-        self._meet("all_gather", what, into=handle.number)
+        with self._unless_it_fails(handle):
+            self._meet("all_gather", what, into=handle.number)
         return handle
 
     def profile(self, *, reset: bool = False) -> list[dict[str, float]]:
@@ -228,12 +243,24 @@ class Pool:
             rows.append(row | {"wait": times.wait_s, "idle": times.idle_s})
         return rows
 
-    def _run(self, number: int, call: Call, updated: dict[str, int], progress: bool | None) -> list[Done]:
+    def _define(self, number: int, work: Work, function: Function) -> None:
+        unused, self._unused[:] = list(self._unused), ()
+        if unused:
+            self._crew.ask("forget", {"numbers": unused})
+        self._crew.ask("define", {"number": number, "work": work})
+        weakref.finalize(function, self._unused.append, number).atexit = False
+
+    def _run(
+        self, number: int, is_changing: bool, call: Call, updated: dict[str, int], progress: bool | None
+    ) -> list[Done]:
         bar = Progress(self._board, progress, is_sliced=call.slices > 1)
         try:
             passing = [call.argument(key) for key in call.passing]
             options = {"number": number, "call": call, "circle": self._circle, "updated": updated}
-            return self._crew.ask("call", options, passing=passing, on_wait=bar.show)
+            done = self._crew.ask("call", options, passing=passing, on_wait=bar.show)
+            if is_changing:  # all have come so far: now all make the step, or none does
+                self._crew.ask("commit", {}, is_firm=True)
+            return done
         except BaseException:
             self._circle += 1  # some may have been cut short in a round
             raise
@@ -258,16 +285,25 @@ class Pool:
         return total.value()
 
     def _new_handle(self, name: str | None, local: Any, *, is_factory: bool = False) -> Handle:
-        number = next(self._numbers)
+        number = next(_numbers)
         name = name if name is not None else f"object-{number}"
         if name in self._handles:
             raise InvalidArgument(f"there is an object {name!r} already. Drop it first, or choose another name.")
         self._handles[name] = Handle(number, name, local, is_factory=is_factory)
         return self._handles[name]
 
+    @contextlib.contextmanager
+    def _unless_it_fails(self, handle: Handle) -> Iterator[None]:
+        """The name of what could not be made is free again."""
+        try:
+            yield
+        except BaseException:
+            del self._handles[handle.name]
+            raise
+
     def _handle(self, what: Named) -> Handle:
         name = what.name if isinstance(what, Handle) else what
-        if name not in self._handles:
+        if name not in self._handles or (isinstance(what, Handle) and self._handles[name] is not what):
             known = ", ".join(self._handles) or "none"
             raise InvalidArgument(f"there is no object {name!r} in this pool (there are: {known}).")
         return self._handles[name]
@@ -286,6 +322,12 @@ class Pool:
         data = Data(told, memory, forget)
         self._data.append(data)
         return data
+
+
+def _end(crew: Crew, segment: Segment, owner: int) -> None:
+    if os.getpid() == owner:
+        crew.close("close() was called")
+        segment.remove()
 
 
 def _named(handle: Handle) -> dict[str, Any]:

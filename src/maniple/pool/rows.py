@@ -20,7 +20,7 @@ def selected(batch: Any, length: int) -> Rows:
         return range(length)[batch]
     if np.ndim(batch) == 0:
         return range(_first(batch, length))
-    indices = np.asarray(batch)
+    indices = np.asarray(batch, np.int64 if batch == [] else None) if isinstance(batch, list) else np.asarray(batch)
     if indices.ndim != 1 or indices.dtype.kind not in "iub" or (indices.dtype.kind == "b" and len(indices) != length):
         raise InvalidArgument(
             f"batch is an array {indices.dtype}{list(indices.shape)}, which selects no rows of {length}. Pass a list "

@@ -1,10 +1,10 @@
 """A worker of a pool: does what the caller asks, one thing after the other, until the caller is gone.
 
-    python -m maniple.pool LINK LIFE SEGMENT RANK WORLD
-
-LINK and LIFE are file descriptors: of the connection, and of a pipe that ends with the caller's life.
+`main` is called with LINK LIFE SEGMENT RANK WORLD on the command line: LINK and LIFE are file descriptors, of the
+connection and of a pipe that ends with the caller's life.
 """
 
+import contextlib
 import os
 import pickle
 import select
@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import cloudpickle
 import numpy as np
 
 from maniple.center.segment import Segment
@@ -34,7 +35,7 @@ from maniple.pool.training import Training
 STAGE, BOARD = "stage", "board"  # files in the segment: the caller's large arrays, and how far each worker is
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 _DAY_S = 86_400.0  # nobody waits so long in a circle: who dies is noticed, and the caller can interrupt
-_LOOK_S = 1.0
+_LOOK_MS = 1000
 
 
 def results(rank: int) -> str:
@@ -55,6 +56,7 @@ class Station:
         self._number = 0  # of the circle
         self._circle: tuple[int, Shared] | None = None
         self._times = Times()
+        self._commit: Callable[[], None] = _nothing  # what is left to do of a call when all have succeeded
         self.is_working = False
 
     def answer(self, message: bytes) -> bytes:
@@ -67,6 +69,7 @@ class Station:
             answer = pack((DONE, value), self._results)
             self._times.copy_s += time.perf_counter() - begin
         except KeyboardInterrupt:
+            self.is_working = False
             answer = self.interrupted()
         except BaseException as error:
             self.is_working = False
@@ -81,18 +84,23 @@ class Station:
 
     def _failure(self, error: BaseException) -> bytes:
         text = "".join(traceback.format_exception(error))
+        short = traceback.format_exception_only(error)[-1].strip()  # also of an error that cannot tell its text
         try:
-            answer = pack((FAILED, (error, f"{type(error).__qualname__}: {error}", text)), self._results)
-            pickle.loads(pickle.dumps(error))  # some can be packed, but not opened
+            pickle.loads(cloudpickle.dumps(error))  # some can be packed, but not opened
+            return pack((FAILED, (error, short, text)), self._results)
         except Exception:
-            answer = pack((FAILED, (None, f"{type(error).__qualname__}: {error}", text)), self._results)
-        return answer
+            return pack((FAILED, (None, short, text)), self._results)
+
+    def _do_path(self, path: list[str]) -> None:
+        sys.path[:] = path
 
     def _do_define(self, number: int, work: Work) -> None:
         self._works[number] = work
 
-    def _do_forget(self, number: int) -> None:
-        self._works.pop(number, None)
+    def _do_forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._works.pop(number, None)
+            objects.drop(number)
 
     def _do_call(self, number: int, call: Call, circle: int, updated: dict[str, int]) -> Done:
         self._number = circle
@@ -102,6 +110,7 @@ class Station:
 
         tick(0, 0)
         work, waited_s = self._works[number], self._waited_s
+        training = cast(Training | None, work.training)  # a handle is the object itself here
         done = carry_out(
             work,
             call,
@@ -109,14 +118,28 @@ class Station:
             world=self.world,
             times=self._times,
             tick=tick,
-            training=cast(Training | None, work.training),  # a handle is the object itself here
+            training=training,
             circle=lambda: self.circle,
         )
         self._times.wait_s += self._waited_s - waited_s
         self._times.compute_s -= self._waited_s - waited_s
-        for name, value in done.updates.items():
-            objects.keep(updated[name], value)
+
+        def commit() -> None:
+            begin = time.perf_counter()
+            if training is not None:
+                training.step()
+            for name, value in done.updates.items():
+                objects.keep(updated[name], value)
+            self._times.compute_s += time.perf_counter() - begin
+
+        self._commit = commit
         return Done(done.output, done.weight, {})
+
+    def _do_commit(self) -> None:
+        """Change what is kept. Not interrupted: all workers do it, or none."""
+        self.is_working = False
+        commit, self._commit = self._commit, _nothing
+        commit()
 
     def _do_keep(self, number: int, value: Any, is_factory: bool) -> None:
         objects.keep(number, value() if is_factory else value)
@@ -179,7 +202,6 @@ def main() -> None:
     link_file, life, segment, rank, world = sys.argv[1:]
     link = Connection(int(link_file))
     threading.Thread(target=_watch, args=(int(life), Path(segment)), daemon=True).start()
-    sys.path[:] = pickle.loads(link.recv_bytes())
     station = Station(Path(segment), int(rank), int(world))
     signal.signal(signal.SIGINT, _interrupter(station))
     link.send_bytes(b"")  # ready
@@ -192,13 +214,22 @@ def main() -> None:
             answer = station.answer(message)
         except KeyboardInterrupt:  # in the middle of an answer
             answer = station.interrupted()
-        link.send_bytes(answer)
+        for stream in (sys.stdout, sys.stderr):  # what was printed is to be seen now
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # by those who can
+                stream.flush()
+        try:
+            link.send_bytes(answer)
+        except OSError:  # the caller is gone
+            return
+
+
+def _nothing() -> None:
+    """There is nothing left to do."""
 
 
 def _interrupter(station: Station) -> Callable[..., None]:
     def interrupt(*_: Any) -> None:
         if station.is_working:
-            station.is_working = False
             raise KeyboardInterrupt
 
     return interrupt
@@ -206,9 +237,9 @@ def _interrupter(station: Station) -> Callable[..., None]:
 
 def _watch(life: int, segment: Path) -> None:
     """End this process when the caller is gone, and remove what would be left."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        if select.select([life], [], [], _LOOK_S)[0] and not os.read(life, 1):
-            break
+    parent, poll = os.getppid(), select.poll()
+    poll.register(life, select.POLLIN)
+    while os.getppid() == parent and not poll.poll(_LOOK_MS):  # nothing is ever written there
+        pass
     shutil.rmtree(segment, ignore_errors=True)
     os._exit(1)

@@ -47,10 +47,9 @@ class Training:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def learn(self, *rows: Any, **named: Any) -> float:
-        """The loss on some of them; their gradient is added up."""
-        sets = [*rows, *named.values()]
-        share = len(sets[0]) / self._rows if self._rows else 1.0
+    def learn(self, count: int, /, *rows: Any, **named: Any) -> float:
+        """The loss on `count` of them; their gradient is added up."""
+        share = count / self._rows if self._rows else 1.0
         if self._update is None:
             loss = self._loss(self.model, *rows, **named)
             (loss * share).backward()
@@ -61,8 +60,8 @@ class Training:
             self._sum[name] = term if name not in self._sum else self._sum[name] + term
         return float(loss)
 
-    def finish(self, circle: Circle | None) -> None:
-        """Average the gradient over all processes, and make the step."""
+    def average(self, circle: Circle | None) -> None:
+        """Have the mean of the gradient over all processes."""
         if self._update is not None and not self._sum:  # no rows here
             self._sum = {name: np.zeros_like(value) for name, value in self.model.items()}
         given = None if self._update is None else self._sum
@@ -71,6 +70,9 @@ class Training:
             self._flat.collect(given)
             resident.all_reduce("mean", weight=float(self._rows))
             self._flat.deliver(given)
+
+    def step(self) -> None:
+        """Change the model by the gradient."""
         if self._update is not None:
             self._update.apply(self.model, self._sum)
         else:

@@ -1,0 +1,45 @@
+"""Held: Ctrl-C at a moment when it does no harm."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+
+class Held:
+    """While it is entered, what the handler of SIGINT raises is kept; it is raised at the end.
+
+    So no message is left half sent or half read. Who is inside looks at `raised` now and then.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self._since = 0.0
+        self._old: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            old = signal.getsignal(signal.SIGINT)
+            if callable(old):
+                self._old = old
+                signal.signal(signal.SIGINT, lambda number, frame: self.run(old, number, frame))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+        if self.raised is not None:
+            raise self.raised
+
+    def run(self, act: Callable[..., Any], *args: Any) -> None:
+        """Do something, and keep what it raises."""
+        try:
+            act(*args)
+        except BaseException as error:
+            if self.raised is None:
+                self.raised, self._since = error, time.monotonic()
+
+    def is_over(self, patience_s: float) -> bool:
+        """Something was raised, so long ago."""
+        return self.raised is not None and time.monotonic() - self._since >= patience_s
