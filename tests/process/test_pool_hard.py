@@ -353,3 +353,26 @@ def test_script_from_another_folder_with_classes_of_its_own_and_no_guard(tmp_pat
         ["caught so it is", "said by a worker"],
         ["said by a worker", "caught so it is"],
     )
+
+
+def test_functions_of_a_test_module_that_has_no_place_on_the_path(tmp_path: Path):
+    (tmp_path / "test_deep.py").write_text(
+        "import maniple\n"
+        "class Lost(Exception):\n"
+        "    pass\n"
+        "def helper(x): return x + 1\n"
+        "def act(x):\n"
+        "    if x < 0: raise Lost('below')\n"
+        "    return helper(x)\n"
+        "def test_it():\n"
+        "    import pytest\n"
+        "    with maniple.Pool(1) as pool:\n"
+        "        assert pool.function(act)(1) == [2]\n"
+        "        with pytest.raises(Lost, match='below'):\n"
+        "            pool.function(act)(-1)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    done = subprocess.run(
+        [*command, "--rootdir", tmp_path, tmp_path], cwd="/", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout

@@ -64,6 +64,16 @@ def unpack(data: bytes, memory: Memory) -> Any:
     return pickle.loads(memoryview(data)[_COUNT.size * (1 + count) :], buffers=buffers)
 
 
+def send_by_value(function: Any) -> None:
+    """See to it that a function can be opened by workers, if its module is one that they would not find by its name."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    if module is None or module.__name__ in {"__main__", "__mp_main__"}:
+        return
+    top = module.__name__.partition(".")[0]
+    if not any(finder.find_spec(top, None) for finder in sys.meta_path):  # pytest has such, by --import-mode=importlib
+        cloudpickle.register_pickle_by_value(module)
+
+
 class _Pickler(cloudpickle.Pickler):
     passing: set[int]  # the arrays that pass by: these objects, and not others in the same memory
 

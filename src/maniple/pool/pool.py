@@ -17,6 +17,7 @@ from maniple.center.segment import Segment
 from maniple.circle.values import is_tensor
 from maniple.errors import InvalidArgument
 from maniple.place import shared_memory
+from maniple.pool.box import send_by_value
 from maniple.pool.calling import Call, Done, Key, Work
 from maniple.pool.crew import Crew
 from maniple.pool.data import Data, Told
@@ -113,6 +114,7 @@ class Pool:
                 Then `fn` returns (outputs, {name: new value}); all slices see the old values.
         """
         check_ops(update or {}, "update")
+        send_by_value(fn)
         number, work = next(_numbers), Work(fn, reduce, dict(update or {}))
         made = Function(work, scatter, broadcast, functools.partial(self._run, number, bool(update)))
         self._define(number, work, made)
@@ -136,6 +138,7 @@ class Pool:
         """
         local = model.local if isinstance(model, Handle) else model
         check_optimizer(local, optimizer, settings)
+        send_by_value(loss)
         handle = model if isinstance(model, Handle) else self.replicate(model)
         if handle is model:  # each worker may have made its own
             self.broadcast(handle)
@@ -174,6 +177,7 @@ class Pool:
     def replicate(self, made: Any, *, name: str | None = None) -> Handle:
         """An object of its own for each worker: a copy of this one, or what this function or class makes there."""
         is_factory = isinstance(made, (types.FunctionType, types.MethodType, functools.partial, type))
+        send_by_value(made if is_factory else type(made))
         handle = self._new_handle(name, made, is_factory=is_factory)
         with self._unless_it_fails(handle):
             self._crew.ask("keep", {"number": handle.number, "value": made, "is_factory": is_factory})
