@@ -212,7 +212,7 @@ def open_torch(sets: dict[str, np.ndarray], stack: contextlib.ExitStack, *, is_a
         model.step([list(gradients) for gradients in each])
 
     if is_alone:
-        return {"gradient": lambda _: statistics.mean(ask("alone", [1] * WORLD)), "many": lambda n: ask("alone", [n] * WORLD)}  # fmt: skip
+        return {"alone": lambda rows: ask("alone", [int(rows[0])] * WORLD)}
     return {
         "empty": lambda _: ask("empty", [None] * WORLD),
         "gather": lambda rows: ask("gather", halves(rows)),
@@ -281,8 +281,8 @@ OPEN = {
 
 def turn(acts: dict[str, Act], task: str, random: np.random.Generator) -> float:
     """Seconds of a call; of an empty one the median."""
-    if task == "gradient" and "many" in acts:  # each at its own speed
-        return statistics.harmonic_mean(acts["many"](TIMES[task])) / TIMES[task]  # type: ignore[operator]
+    if task == "gradient" and "alone" in acts:  # each at its own speed
+        return statistics.harmonic_mean(acts["alone"](np.array([TIMES[task]]))) / TIMES[task]
     seconds: list[float] = []
     for _ in range(TIMES[task]):
         rows = {"gather": GATHERED, "gradient": IMAGES}.get(task, 0)
@@ -300,7 +300,7 @@ def measure(kinds: list[str], sets: dict[str, np.ndarray], rounds: int) -> dict[
         acts = {kind: OPEN[kind](sets, stack) for kind in kinds}
         found: dict[str, dict[str, list[float]]] = {}
         for task in TIMES:
-            those = [kind for kind in kinds if task in acts[kind]]
+            those = [kind for kind in kinds if task in acts[kind] or (task == "gradient" and "alone" in acts[kind])]
             found[task] = {kind: [] for kind in those}
             for round_ in range(rounds + 1):
                 for kind in those[:: 1 if round_ % 2 else -1]:
@@ -318,10 +318,10 @@ def table(found: dict[str, dict[str, list[float]]], kinds: list[str]) -> list[di
     for kind in kinds:
         row: dict[str, Any] = {"contestant": kind}
         for task, (column, shown) in scale.items():
-            each = found[task].get(kind)
+            each, ours = found[task].get(kind), found[task].get("pool")
             row[column] = shown(statistics.median(each)) if each else None
-            ours = found[task].get("pool", [])
-            row[f"pool / it, {task}"] = statistics.median(b / a for a, b in zip(ours, each, strict=True)) if each and ours else None  # fmt: skip
+            if each and ours and kind != "pool":
+                row[f"pool / it, {task}"] = statistics.median(b / a for a, b in zip(ours, each, strict=True))
         rows.append(row)
     return rows
 

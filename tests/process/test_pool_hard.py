@@ -91,6 +91,28 @@ def test_interrupts_at_any_moment_keep_the_pool_and_the_answers_in_order(pool: P
     assert is_well(pool)
 
 
+def test_who_insists_gets_out_although_a_worker_is_stuck():
+    with Pool(1) as pool:
+        function = pool.function(len)
+        os.kill(pool.pids[0], signal.SIGSTOP)  # it takes nothing, so the request cannot be sent as a whole
+        done = threading.Event()
+
+        def insist() -> None:
+            while not done.wait(0.5):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=insist)
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                function(b"x" * 30_000_000)
+        finally:
+            done.set()
+            thread.join()
+        with pytest.raises(InvalidArgument, match="the pool is closed: a call was cut short by KeyboardInterrupt"):
+            function(b"")
+
+
 def test_worker_that_has_not_begun_is_interrupted_all_the_same(pool: Pool):
     def fail(x: np.ndarray) -> None:
         if x[0] == 0:
@@ -145,7 +167,7 @@ def _open_in_worker(pid: int) -> str:
 
 def test_answer_that_cannot_be_opened_does_not_become_the_next_one(pool: Pool):
     with pytest.raises(RuntimeError, match="not here"):
-        pool.function(lambda: Closed())()
+        pool.function(Closed)()
     assert is_well(pool)
 
 
@@ -298,15 +320,14 @@ def test_pool_and_its_functions_cannot_be_sent(pool: Pool):
     with pytest.raises(InvalidArgument, match="cannot be sent to its workers"):
         pool.function(lambda: pool.n)
     with pytest.raises(InvalidArgument, match="cannot run in a worker"):
-        pool.function(lambda: inner())
+        pool.function(inner)
     assert is_well(pool)
 
 
 def test_functions_and_pools_that_are_no_more_used_are_forgotten():
     pool = Pool(1)
     for _ in range(20):
-        ballast = np.ones(1_000_000)
-        pool.function(lambda: ballast.sum())()
+        pool.function(np.ones(1_000_000).sum)()
     pages = pool.function(lambda: int(Path("/proc/self/statm").read_text().split()[1]))()[0]
     assert pages * 4096 < 150e6 + 20 * 8e6 / 2
     (pid,) = pool.pids

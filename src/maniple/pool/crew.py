@@ -96,6 +96,10 @@ class Crew:
         if self.closed or os.getpid() != self._owner:
             return
         self.closed = why
+        with Held():  # nobody is left behind
+            self._end()
+
+    def _end(self) -> None:
         for link in self._links:
             link.close()
         for life in self._lives:

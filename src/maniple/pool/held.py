@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
+_INSISTING_S = 3.0
+
 
 class Held:
     """While it is entered, what the handler of SIGINT raises is kept; it is raised at the end.
 
-    So no message is left half sent or half read. Who is inside looks at `raised` now and then.
+    So no message is left half sent or half read. Who is inside looks at it now and then; if that takes too long, the
+    next Ctrl-C is raised at once.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,8 @@ class Held:
         try:
             act(*args)
         except BaseException as error:
+            if self.is_over(_INSISTING_S):
+                raise
             if self.raised is None:
                 self.raised, self._since = error, time.monotonic()
 

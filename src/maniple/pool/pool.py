@@ -330,8 +330,10 @@ class Pool:
 
 def _end(crew: Crew, segment: Segment, owner: int) -> None:
     if os.getpid() == owner:
-        crew.close("close() was called")
-        segment.remove()
+        try:
+            crew.close("close() was called")
+        finally:
+            segment.remove()
 
 
 def _named(handle: Handle) -> dict[str, Any]:
