@@ -261,6 +261,14 @@ def test_truths_are_counted_and_small_unsigned_data_takes_whole_numbers(pool: Po
     assert pool.function(len, scatter=[0], reduce="sum")(pixels, batch=[]) == 0
 
 
+def test_what_would_lose_its_meaning_on_the_way_is_refused(pool: Pool):
+    function = pool.function(lambda x: x.sum(), scatter="x", reduce="sum")
+    with pytest.raises(InvalidArgument, match="x is a MaskedArray, which has no rows to scatter"):
+        function(np.ma.masked_less(np.arange(4), 2))
+    with pytest.raises(InvalidArgument, match="counted from 0"):
+        pool.function(lambda x: x.sum(), scatter=[-1])
+
+
 def test_threads_take_turns(pool: Pool):
     function, wrong = pool.function(lambda k, x: (k, float(x.sum()))), []
 

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Data:
     there, all see.
     """
 
-    def __init__(self, told: "Told", memory: Memory | None, forget: Callable[[], None]) -> None:
+    def __init__(self, told: "Told", memory: Memory | None, forget: Callable[[Path], None]) -> None:
         self._told, self._memory, self._forget = told, memory, forget
 
     @property
@@ -101,11 +101,12 @@ class Data:
 
     def free(self) -> None:
         """Give the memory back. The data cannot be used any more."""
-        if not self._told.is_free:
+        path = self._told.path
+        if path is not None:
             if self._memory is not None:
                 self._memory.remove()
             self._told = self._told.freed()
-            self._forget()
+            self._forget(path)
 
     def here(self) -> Any:
         """What a function gets of it: an array, or a tensor if it was made of one."""
@@ -154,6 +155,34 @@ class Told:
             return memory.view(self.dtype, self.shape)
         assert self.path is not None
         return np.memmap(self.path, self.dtype, "r", self._offset, self.shape)
+
+
+def share_data(array: Any, path: Path, forget: Callable[[Path], None]) -> Data:
+    """In the caller: data of these values, at `path` in shared memory; `forget` is called when it is freed."""
+    mapped = cast(Any, array)  # of mode c: changes are not in the file
+    is_in_file = isinstance(array, np.memmap) and mapped.filename is not None and mapped.mode != "c"
+    if is_in_file and mapped.flags.c_contiguous:
+        told = Told(Path(mapped.filename), mapped.dtype, mapped.shape, kind="file", offset=_offset(mapped))
+        return Data(told, None, forget)
+    kind = "tensor" if is_tensor(array) else "array"
+    values = cast(Any, array).detach().cpu().numpy() if kind == "tensor" else np.asarray(array)
+    if values.ndim == 0 or values.dtype.hasobject:
+        raise InvalidArgument(
+            f"a {type(array).__qualname__} of dtype {values.dtype} and {values.ndim} axes cannot be kept as data. "
+            "Pass an array of numbers with at least one axis."
+        )
+    memory = Memory(path, is_new=True)
+    memory.reserve(values.nbytes)
+    memory.view(values.dtype, values.shape)[...] = values
+    return Data(Told(path, values.dtype, values.shape, kind=kind), memory, forget)
+
+
+def _offset(array: Any) -> int:
+    """Where in its file a mapped array begins, which may be a part of what was mapped."""
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return int(array.offset) + array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
 
 
 _memories: dict[Path, Memory] = {}  # of this worker

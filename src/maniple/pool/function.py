@@ -155,9 +155,10 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 
 def _length(value: Any, name: str) -> int:
     shape = getattr(value, "shape", None)
-    if shape is None or not len(shape):
+    is_array = hasattr(value, "__array__") and not np.ma.isMaskedArray(value)  # a mask would be lost
+    if shape is None or not len(shape) or not is_array:
         raise InvalidArgument(
-            f"{name} is a {type(value).__qualname__}, which has no rows to scatter. Pass an array, a tensor or "
+            f"{name} is a {type(value).__qualname__}, which has no rows to scatter. Pass a plain array, a tensor or "
             "pool.data(...), or leave it out of scatter=."
         )
     return int(shape[0])
