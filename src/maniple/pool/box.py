@@ -51,7 +51,7 @@ def pack(value: Any, memory: Memory, passing: Sequence[Any] = ()) -> bytes:
     return struct.pack(f"<Q{len(told)}Q", len(told), *told) + stream.getbuffer()
 
 
-def unpack(data: bytes, memory: Memory) -> Any:
+def unpack(data: bytes | memoryview, memory: Memory) -> Any:
     """What a box holds. Arrays that pass by are valid until the next box is packed."""
     (count,) = _COUNT.unpack_from(data)
     buffers: list[Any] = []

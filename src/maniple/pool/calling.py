@@ -45,6 +45,10 @@ class Call:
     batch_s: Any = None
     slices: int = 1
 
+    def told(self) -> tuple[Any, ...]:
+        """What makes it again: a plain tuple travels faster."""
+        return tuple(vars(self).values())
+
     def argument(self, key: Key) -> Any:
         """One argument."""
         return self.args[key] if isinstance(key, int) else self.kwargs[key]

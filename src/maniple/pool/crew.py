@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.launch.job import split_cores, thread_variables
 from maniple.pool.box import pack, unpack
 from maniple.pool.held import Held
+from maniple.pool.link import Link
 from maniple.pool.memory import Memory
 from maniple.pool.served import DONE, FAILED, INTERRUPTED, STAGE, results
 
@@ -36,7 +36,7 @@ class Crew:
         self._stage = Memory(segment / STAGE, is_new=True)
         self._results = [Memory(segment / results(rank)) for rank in range(world)]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[Connection] = []
+        self._links: list[Link] = []
         self._lives: list[int] = []
         self._poll = select.poll()
         self._path: list[str] = []  # where workers look for modules
@@ -134,7 +134,7 @@ class Crew:
             os.close(life_end)
         self._lives.append(life)
         self._processes.append(process)
-        self._links.append(Connection(ours.detach()))
+        self._links.append(Link(ours))
         self._poll.register(self._links[rank].fileno(), select.POLLIN)
         with contextlib.suppress(OSError):  # it may have ended already
             os.sched_setaffinity(process.pid, cores)
@@ -142,8 +142,8 @@ class Crew:
     def _greet(self) -> None:
         self._path = _path()
         deadline = time.monotonic() + _START_S
-        for rank, link in enumerate(self._links):
-            while not link.poll(0.1):
+        for rank in range(self._world):
+            while rank not in self._ready(_LOOK_MS):
                 if time.monotonic() > deadline:
                     raise WorkerFailed(f"worker {rank} of the pool has not begun within {_START_S:.0f} s.")
             self._receive(rank)
@@ -193,7 +193,7 @@ class Crew:
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
-            self._links[rank].send_bytes(message)
+            self._links[rank].send(message)
         except OSError:
             raise self._lost(rank) from None
 
@@ -203,13 +203,13 @@ class Crew:
             raise WorkerFailed(f"the pool was closed in the middle of a call: {self.closed}. Make another one.")
         return [rank for rank, link in enumerate(self._links) if link.fileno() in found]
 
-    def _receive(self, rank: int) -> bytes:
+    def _receive(self, rank: int) -> memoryview:
         try:
-            return self._links[rank].recv_bytes()
+            return self._links[rank].receive()
         except (EOFError, OSError):
             raise self._lost(rank) from None
 
-    def _opened(self, rank: int, message: bytes) -> tuple[str, Any]:
+    def _opened(self, rank: int, message: memoryview) -> tuple[str, Any]:
         try:
             return unpack(message, self._results[rank])
         except Exception as error:  # a class that only the worker knows, say

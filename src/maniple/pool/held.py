@@ -1,5 +1,6 @@
 """Held: Ctrl-C at a moment when it does no harm."""
 
+import functools
 import signal
 import threading
 import time
@@ -22,11 +23,8 @@ class Held:
         self._old: Any = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others get no signals
-            old = signal.getsignal(signal.SIGINT)
-            if callable(old):
-                self._old = old
-                signal.signal(signal.SIGINT, lambda number, frame: self.run(old, number, frame))
+        if threading.current_thread() is threading.main_thread() and _is_known():  # others get no signals
+            self._old = signal.signal(signal.SIGINT, self._hold)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,6 +32,13 @@ class Held:
             signal.signal(signal.SIGINT, self._old)
         if self.raised is not None:
             raise self.raised
+
+    def _hold(self, *args: Any) -> None:
+        if callable(self._old):
+            self.run(self._old, *args)
+        elif self._old == signal.SIG_DFL:  # the program is to end
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
 
     def run(self, act: Callable[..., Any], *args: Any) -> None:
         """Do something, and keep what it raises."""
@@ -48,3 +53,9 @@ class Held:
     def is_over(self, patience_s: float) -> bool:
         """Something was raised, so long ago."""
         return self.raised is not None and time.monotonic() - self._since >= patience_s
+
+
+@functools.cache
+def _is_known() -> bool:
+    """The handler is one that can be put back; a program around Python may have its own."""
+    return signal.getsignal(signal.SIGINT) is not None

@@ -250,11 +250,11 @@ class Pool:
         bar = Progress(self._board, progress, is_sliced=call.slices > 1)
         try:
             passing = [call.argument(key) for key in call.passing]
-            options = {"number": number, "call": call, "circle": self._circle, "updated": updated}
+            options = {"number": number, "told": call.told(), "circle": self._circle, "updated": updated}
             done = self._crew.ask("call", options, passing=passing, on_wait=bar.show)
             if is_changing:  # all have come so far: now all make the step, or none does
                 self._crew.ask("commit", {}, is_firm=True)
-            return done
+            return [Done(output, weight, {}) for output, weight in done]
         except BaseException:
             self._circle += 1  # some may have been cut short in a round
             raise

@@ -10,12 +10,12 @@ import pickle
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,9 @@ from maniple.circle.calls import Calls
 from maniple.circle.shared import Shared
 from maniple.pool import objects
 from maniple.pool.box import pack, unpack
-from maniple.pool.calling import Call, Done, Times, Work, carry_out
+from maniple.pool.calling import Call, Times, Work, carry_out
 from maniple.pool.data import forget_data
+from maniple.pool.link import Link
 from maniple.pool.memory import Memory
 from maniple.pool.training import Training
 
@@ -59,7 +60,7 @@ class Station:
         self._commit: Callable[[], None] = _nothing  # what is left to do of a call when all have succeeded
         self.is_working = False
 
-    def answer(self, message: bytes) -> bytes:
+    def answer(self, message: bytes | memoryview) -> bytes:
         """Do what a message asks, and say how it went."""
         try:
             self.is_working = True
@@ -102,7 +103,7 @@ class Station:
             self._works.pop(number, None)
             objects.drop(number)
 
-    def _do_call(self, number: int, call: Call, circle: int, updated: dict[str, int]) -> Done:
+    def _do_call(self, number: int, told: Any, circle: int, updated: dict[str, int]) -> tuple[Any, float]:
         self._number = circle
 
         def tick(k: int, n: int) -> None:
@@ -113,7 +114,7 @@ class Station:
         training = cast(Training | None, work.training)  # a handle is the object itself here
         done = carry_out(
             work,
-            call,
+            Call(*told),
             rank=self.rank,
             world=self.world,
             times=self._times,
@@ -133,7 +134,7 @@ class Station:
             self._times.compute_s += time.perf_counter() - begin
 
         self._commit = commit
-        return Done(done.output, done.weight, {})
+        return done.output, done.weight
 
     def _do_commit(self) -> None:
         """Change what is kept. Not interrupted: all workers do it, or none."""
@@ -200,14 +201,14 @@ class Station:
 def main() -> None:
     """Serve until the caller closes the connection."""
     link_file, life, segment, rank, world = sys.argv[1:]
-    link = Connection(int(link_file))
+    link = Link(socket.socket(fileno=int(link_file)))
     threading.Thread(target=_watch, args=(int(life), Path(segment)), daemon=True).start()
     station = Station(Path(segment), int(rank), int(world))
     signal.signal(signal.SIGINT, _interrupter(station))
-    link.send_bytes(b"")  # ready
+    link.send(b"")  # ready
     while True:
         try:
-            message = link.recv_bytes()
+            message = link.receive()
         except (EOFError, OSError):
             return
         try:
@@ -218,7 +219,7 @@ def main() -> None:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # by those who can
                 stream.flush()
         try:
-            link.send_bytes(answer)
+            link.send(answer)
         except OSError:  # the caller is gone
             return
 
