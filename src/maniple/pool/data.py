@@ -159,9 +159,8 @@ class Told:
 
 def share_data(array: Any, path: Path, forget: Callable[[Path], None]) -> Data:
     """In the caller: data of these values, at `path` in shared memory; `forget` is called when it is freed."""
-    mapped = cast(Any, array)  # of mode c: changes are not in the file
-    is_in_file = isinstance(array, np.memmap) and mapped.filename is not None and mapped.mode != "c"
-    if is_in_file and mapped.flags.c_contiguous:
+    if isinstance(array, np.memmap) and _is_in_file(array):
+        mapped = cast(Any, array)
         told = Told(Path(mapped.filename), mapped.dtype, mapped.shape, kind="file", offset=_offset(mapped))
         return Data(told, None, forget)
     kind = "tensor" if is_tensor(array) else "array"
@@ -175,6 +174,11 @@ def share_data(array: Any, path: Path, forget: Callable[[Path], None]) -> Data:
     memory.reserve(values.nbytes)
     memory.view(values.dtype, values.shape)[...] = values
     return Data(Told(path, values.dtype, values.shape, kind=kind), memory, forget)
+
+
+def _is_in_file(array: Any) -> bool:
+    """A mapped array is what its file has; of mode c it may differ."""
+    return array.filename is not None and array.mode != "c" and array.flags.c_contiguous
 
 
 def _offset(array: Any) -> int:

@@ -7,7 +7,7 @@ import os
 import secrets
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -287,7 +287,7 @@ class Pool:
         return self._handles[name]
 
     @contextlib.contextmanager
-    def _unless_it_fails(self, handle: Handle) -> Iterator[None]:
+    def _unless_it_fails(self, handle: Handle) -> Generator[None]:
         """The name of what could not be made is free again."""
         try:
             yield

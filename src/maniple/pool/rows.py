@@ -1,11 +1,13 @@
 """Rows: which of a data set a call uses, and who takes which of them: a `range`, or an array of indices."""
 
 import operator
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from maniple.circle.values import is_tensor
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
 
@@ -49,13 +51,21 @@ def part(rows: Rows, parts: int, index: int) -> Rows:
 def taken(values: Any, rows: Rows) -> Any:
     """These rows of an array: a view of it where they are evenly spaced, else a copy."""
     if not isinstance(rows, range):
-        return values[rows]
+        return _gathered(values, rows)
     if rows == range(len(values)):
         return values
     if rows.step < 0 and not isinstance(values, np.ndarray):  # tensors know no negative steps
-        return values[np.asarray(rows, np.int64)]
+        return _gathered(values, np.asarray(rows, np.int64))
     stop = rows.start + len(rows) * rows.step
     return values[rows.start : stop if stop >= 0 else None : rows.step]
+
+
+def _gathered(values: Any, indices: Array) -> Any:
+    if isinstance(values, np.ndarray):
+        return cast(Array, values).take(indices, axis=0, mode="clip")  # all are there: they need not be checked again
+    if is_tensor(values):  # twice as fast as values[indices]
+        return values.index_select(0, sys.modules["torch"].from_numpy(indices).to(values.device))
+    return values[indices]
 
 
 def of_worker(batch: Any, rank: int, world: int) -> Any:
