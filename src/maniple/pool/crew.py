@@ -17,11 +17,12 @@ from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.launch.job import split_cores, thread_variables
 from maniple.pool.box import pack, unpack
 from maniple.pool.held import Held
-from maniple.pool.link import Link
+from maniple.pool.link import Link, ready
 from maniple.pool.memory import Memory
 from maniple.pool.served import DONE, FAILED, INTERRUPTED, STAGE, results
 
 _LOOK_MS = 100
+_AWAKE_S = 0.0003
 _START_S = 120.0
 _STOP_S = 10.0  # for what a worker does when it is interrupted
 _AGAIN_S = 1.0  # a worker that had not begun, or whose library has swallowed the interrupt, is told again
@@ -198,7 +199,7 @@ class Crew:
             raise self._lost(rank) from None
 
     def _ready(self, timeout_ms: float) -> list[int]:
-        found = {file for file, _ in self._poll.poll(timeout_ms)}
+        found = {file for file, _ in ready(self._poll, _AWAKE_S, timeout_ms)}
         if self.closed:  # by another thread, or by a handler of a signal
             raise WorkerFailed(f"the pool was closed in the middle of a call: {self.closed}. Make another one.")
         return [rank for rank, link in enumerate(self._links) if link.fileno() in found]

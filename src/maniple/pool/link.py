@@ -1,10 +1,21 @@
 """A link: messages between the caller and one worker. There is never more than one of each on its way."""
 
+import os
+import select
 import socket
 import struct
+import time
 
 _SIZE = struct.Struct("<Q")
 _MOST = 1 << 16  # bytes that are read at once
+
+
+def ready(poll: select.poll, awake_s: float, timeout_ms: float) -> list[tuple[int, int]]:
+    """What can be read, of the links of `poll`. Waits awake at first: a core that falls idle comes back slowly."""
+    deadline = time.perf_counter() + awake_s
+    while not (found := poll.poll(0)) and time.perf_counter() < deadline:
+        os.sched_yield()
+    return found or poll.poll(timeout_ms)
 
 
 class Link:

@@ -29,7 +29,7 @@ from maniple.pool import objects
 from maniple.pool.box import pack, unpack
 from maniple.pool.calling import Call, Times, Work, carry_out
 from maniple.pool.data import forget_data
-from maniple.pool.link import Link
+from maniple.pool.link import Link, ready
 from maniple.pool.memory import Memory
 from maniple.pool.training import Training
 
@@ -37,6 +37,7 @@ STAGE, BOARD = "stage", "board"  # files in the segment: the caller's large arra
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 _DAY_S = 86_400.0  # nobody waits so long in a circle: who dies is noticed, and the caller can interrupt
 _LOOK_MS = 1000
+_AWAKE_S = 0.001
 
 
 def results(rank: int) -> str:
@@ -206,8 +207,11 @@ def main() -> None:
     station = Station(Path(segment), int(rank), int(world))
     signal.signal(signal.SIGINT, _interrupter(station))
     link.send(b"")  # ready
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
     while True:
         try:
+            ready(poll, _AWAKE_S, _LOOK_MS)
             message = link.receive()
         except (EOFError, OSError):
             return
