@@ -9,8 +9,7 @@ rounds, ratios are taken within a round.
 
     pool          `pool.function(...)(data, batch=rows)`, `pool.train_function(...)(x, y, batch=rows)`
     one process   numpy.take in this process, of memory of its own
-    limit         two processes that know nothing of each other, each with 256 images that stay the same; or each with
-                  numpy.take of half of the rows, from memory of its own
+    limit         two processes that know nothing of each other, each with 256 images that stay the same
     executor      concurrent.futures.ProcessPoolExecutor: rows, weights and gradients are pickled
     torch         torch.multiprocessing as DataParallel would use it: sets, weights and gradients in shared memory, the
                   mean and the step in this process, orders by pipes
@@ -84,7 +83,7 @@ class Model:
         import torch
 
         for p, parts in zip(self.module.parameters(), zip(*each, strict=True), strict=True):
-            p.grad = torch.stack([torch.from_numpy(np.array(part)) for part in parts]).mean(0)
+            p.grad = torch.stack([torch.tensor(np.asarray(part)) for part in parts]).mean(0)
         self.optimizer.step()
 
     @property
@@ -175,11 +174,6 @@ def torch_worker(link: Any, core: int, sets: dict[str, Any], weights: list[Any],
                 rows = torch.from_numpy(rows)
                 for shared, g in zip(gradients, model.gradients(sets["x"][rows], sets["y"][rows]), strict=True):
                     shared.copy_(g)
-            elif task == "take":
-                mine = vars(torch_worker).setdefault("mine", None)
-                if mine is None:
-                    mine = torch_worker.mine = sets["large"].numpy().copy()
-                np.take(mine, rows, axis=0)
             elif task == "alone":
                 begin = time.perf_counter()
                 for _ in range(rows):
@@ -218,10 +212,7 @@ def open_torch(sets: dict[str, np.ndarray], stack: contextlib.ExitStack, *, is_a
         model.step([list(gradients) for gradients in each])
 
     if is_alone:
-        return {
-            "alone": lambda rows: ask("alone", [int(rows[0])] * WORLD),
-            "gather": lambda rows: ask("take", halves(rows)),
-        }
+        return {"alone": lambda rows: ask("alone", [int(rows[0])] * WORLD)}
     return {
         "empty": lambda _: ask("empty", [None] * WORLD),
         "gather": lambda rows: ask("gather", halves(rows)),
