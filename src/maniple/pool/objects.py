@@ -1,7 +1,9 @@
 """Objects that each worker has of its own, and the arrays in them."""
 
+import contextlib
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +40,43 @@ class Handle:
 
     def __reduce__(self) -> Any:
         return find, (self.number, self.name)
+
+
+Named = Handle | str
+numbers = itertools.count(1)  # of all pools: what belongs to one is not found in another
+
+
+class Handles:
+    """Those of one pool, by name."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Handle] = {}
+
+    @contextlib.contextmanager
+    def made(self, name: str | None, local: Any, *, is_factory: bool = False) -> Generator[Handle]:
+        """A new one, for what is made meanwhile. If that fails, the name is free again."""
+        number = next(numbers)
+        name = name if name is not None else f"object-{number}"
+        if name in self._known:
+            raise InvalidArgument(f"there is an object {name!r} already. Drop it first, or choose another name.")
+        self._known[name] = Handle(number, name, local, is_factory=is_factory)
+        try:
+            yield self._known[name]
+        except BaseException:
+            del self._known[name]
+            raise
+
+    def find(self, what: Named) -> Handle:
+        """The one that is meant."""
+        name = what.name if isinstance(what, Handle) else what
+        if name not in self._known or (isinstance(what, Handle) and self._known[name] is not what):
+            known = ", ".join(self._known) or "none"
+            raise InvalidArgument(f"there is no object {name!r} in this pool (there are: {known}).")
+        return self._known[name]
+
+    def drop(self, handle: Handle) -> None:
+        """Know it no more."""
+        del self._known[handle.name]
 
 
 _kept: dict[int, Any] = {}  # of this worker

@@ -1,13 +1,11 @@
 """The pool: workers of a program that stays serial."""
 
-import contextlib
 import functools
-import itertools
 import os
 import secrets
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,15 +18,13 @@ from maniple.pool.crew import Crew
 from maniple.pool.data import Data, share_data
 from maniple.pool.function import Function
 from maniple.pool.memory import Memory
-from maniple.pool.objects import Handle
+from maniple.pool.objects import Handle, Handles, Named, numbers
 from maniple.pool.outputs import Ops, Total, check_ops
 from maniple.pool.progress import Progress
 from maniple.pool.served import BOARD
 from maniple.pool.training import Training, check_optimizer
 
-Named = Handle | str
 _MANY = 64  # arguments of a function, at most
-_numbers = itertools.count(1)  # of all pools: what belongs to one is not found in another
 
 
 class Pool:
@@ -49,7 +45,7 @@ class Pool:
         root = shared_memory(os.environ)
         self._segment = Segment.create(root, secrets.token_hex(8), Path(), is_making=True)  # not to be kept
         self._circle = 0
-        self._handles: dict[str, Handle] = {}
+        self._handles = Handles()
         self._data: list[Data] = []
         self._unused: list[int] = []  # functions that the program has no more
         board = Memory(self._segment.path / BOARD, is_new=True)
@@ -112,7 +108,7 @@ class Pool:
         """
         check_ops(update or {}, "update")
         send_by_value(fn)
-        number, work = next(_numbers), Work(fn, reduce, dict(update or {}))
+        number, work = next(numbers), Work(fn, reduce, dict(update or {}))
         made = Function(work, scatter, broadcast, functools.partial(self._run, number, bool(update)))
         self._define(number, work, made)
         return made
@@ -140,7 +136,7 @@ class Pool:
         if handle is model:  # each worker may have made its own
             self.broadcast(handle)
         made = Training(local, loss, optimizer, settings)
-        number = next(_numbers)
+        number = next(numbers)
         training = Handle(number, f"training-{number}", made)
         parts = {"model": handle, "loss": loss, "optimizer": optimizer, "settings": settings}
         work = Work(loss, "mean", training=training)
@@ -160,7 +156,7 @@ class Pool:
             if not self._crew.closed:
                 self._crew.ask("free", {"path": path})
 
-        data = share_data(array, self._segment.path / f"data-{next(_numbers)}", forget)
+        data = share_data(array, self._segment.path / f"data-{next(numbers)}", forget)
         self._data.append(data)
         return data
 
@@ -168,31 +164,30 @@ class Pool:
         """An object of its own for each worker: a copy of this one, or what this function or class makes there."""
         is_factory = isinstance(made, (types.FunctionType, types.MethodType, functools.partial, type))
         send_by_value(made if is_factory else type(made))
-        handle = self._new_handle(name, made, is_factory=is_factory)
-        with self._unless_it_fails(handle):
+        with self._handles.made(name, made, is_factory=is_factory) as handle:
             self._crew.ask("keep", {"number": handle.number, "value": made, "is_factory": is_factory})
         return handle
 
     def drop(self, what: Named) -> None:
         """Let the workers have an object no more."""
-        handle = self._handle(what)
-        del self._handles[handle.name]
+        handle = self._handles.find(what)
+        self._handles.drop(handle)
         self._crew.ask("drop", {"number": handle.number})
 
     def get(self, what: Named, rank: int = 0) -> Any:
         """A copy of worker `rank`'s object."""
-        handle = self._handle(what)
+        handle = self._handles.find(what)
         return self._crew.ask("get", _named(handle), to=self._rank(rank))
 
     def set(self, what: Named, rank: int, value: Any) -> None:
         """Give worker `rank` another object, or a module a state dict."""
-        handle = self._handle(what)
+        handle = self._handles.find(what)
         options = {"number": handle.number, "value": value, "is_factory": False}
         self._crew.ask("keep", options, to=self._rank(rank))
 
     def shapes(self, what: Named) -> list[Any]:
         """The shape of each worker's array; of an object with several, a list of them."""
-        each = self._crew.ask("shapes", _named(self._handle(what)))
+        each = self._crew.ask("shapes", _named(self._handles.find(what)))
         return [shapes[0] if len(shapes) == 1 else shapes for shapes in each]
 
     def lengths(self, what: Named) -> list[int]:
@@ -201,8 +196,7 @@ class Pool:
 
     def scatter(self, values: Any, *, name: str | None = None) -> Handle:
         """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it."""
-        handle = self._new_handle(name, values.here() if isinstance(values, Data) else values)
-        with self._unless_it_fails(handle):
+        with self._handles.made(name, values.here() if isinstance(values, Data) else values) as handle:
             self._crew.ask("share", {"number": handle.number, "value": values})
         return handle
 
@@ -224,8 +218,7 @@ class Pool:
 
     def all_gather(self, what: Named, *, name: str | None = None) -> Handle:
         """All workers' arrays, one after the other, for each worker."""
-        handle = self._new_handle(name, None)
-        with self._unless_it_fails(handle):
+        with self._handles.made(name, None) as handle:
             self._meet("all_gather", what, into=handle.number)
         return handle
 
@@ -262,10 +255,10 @@ class Pool:
             bar.close()
 
     def _meet(self, verb: str, what: Named | Sequence[Named], **options: Any) -> None:
-        handles = [self._handle(one) for one in ([what] if isinstance(what, (Handle, str)) else what)]
-        numbers = [(handle.number, handle.name) for handle in handles]
+        handles = [self._handles.find(one) for one in ([what] if isinstance(what, (Handle, str)) else what)]
+        which = [(handle.number, handle.name) for handle in handles]
         try:
-            asked = {"verb": verb, "numbers": numbers, "circle": self._circle, "options": options}
+            asked = {"verb": verb, "numbers": which, "circle": self._circle, "options": options}
             self._crew.ask("meet", asked)
         except BaseException:
             self._circle += 1
@@ -274,33 +267,9 @@ class Pool:
     def _collected(self, what: Named, op: str) -> Any:
         check_ops(op, "op")
         total = Total(op)
-        for value in self._crew.ask("get", _named(self._handle(what))):
+        for value in self._crew.ask("get", _named(self._handles.find(what))):
             total.add(value, 1.0)
         return total.value()
-
-    def _new_handle(self, name: str | None, local: Any, *, is_factory: bool = False) -> Handle:
-        number = next(_numbers)
-        name = name if name is not None else f"object-{number}"
-        if name in self._handles:
-            raise InvalidArgument(f"there is an object {name!r} already. Drop it first, or choose another name.")
-        self._handles[name] = Handle(number, name, local, is_factory=is_factory)
-        return self._handles[name]
-
-    @contextlib.contextmanager
-    def _unless_it_fails(self, handle: Handle) -> Generator[None]:
-        """The name of what could not be made is free again."""
-        try:
-            yield
-        except BaseException:
-            del self._handles[handle.name]
-            raise
-
-    def _handle(self, what: Named) -> Handle:
-        name = what.name if isinstance(what, Handle) else what
-        if name not in self._handles or (isinstance(what, Handle) and self._handles[name] is not what):
-            known = ", ".join(self._handles) or "none"
-            raise InvalidArgument(f"there is no object {name!r} in this pool (there are: {known}).")
-        return self._handles[name]
 
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self.n:
