@@ -320,3 +320,17 @@ def test_training_of_arrays_is_that_of_one_process(pool: Pool, optimizer: str, s
     values = [pool.get(train.model, rank)["w"] for rank in range(3)]
     assert all((value == values[0]).all() for value in values)
     np.testing.assert_allclose(values[0], train.model.local["w"], rtol=1e-6)
+
+
+def test_profile_tells_where_the_time_went(pool: Pool):
+    def sleep(x: np.ndarray) -> None:
+        time.sleep(0.2 * x[0])
+
+    w = pool.replicate(np.zeros(1))
+    pool.profile(reset=True)
+    pool.function(sleep, scatter="x")(np.array([0.0, 1.0, 2.0]))
+    pool.all_reduce(w)
+    rows = pool.profile()
+    assert [row["rank"] for row in rows] == [0, 1, 2] and all(row["calls"] == 1 for row in rows)
+    assert rows[0]["compute"] < 0.2 <= rows[1]["compute"] < 0.4 <= rows[2]["compute"]
+    assert rows[0]["idle"] > 0.3 and all(row["copy"] >= 0 and row["wait"] >= 0 for row in rows)

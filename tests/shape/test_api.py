@@ -12,7 +12,7 @@ from maniple.cli import cli
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
         "ASGD", "BSP", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD", "MSync",
-        "ManipleError", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
+        "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -37,6 +37,23 @@ def test_controllers_offer_these_members():
         "self", "data", "static", "shuffle", "chunk", "validation",
     ]  # fmt: skip
     assert list(inspect.signature(maniple.Worker.ask).parameters) == ["self", "request", "timeout_s", "info"]
+
+
+def test_pools_offer_these_members():
+    from maniple import pool
+
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert list(inspect.signature(maniple.Pool).parameters) == ["n", "devices"]
+    assert public(maniple.Pool) == {
+        "all_gather", "all_reduce", "broadcast", "close", "data", "drop", "function", "gather", "get", "lengths",
+        "pids", "profile", "reduce", "replicate", "scatter", "set", "shapes", "train_function",
+    }  # fmt: skip
+    assert public(pool.Function) == {"serial"}
+    assert public(pool.Data) == {
+        "capacity", "dtype", "free", "here", "nbytes", "ndim", "set_length", "set_value", "shape", "size",
+    }  # fmt: skip
 
 
 def test_workers_and_replicas_offer_these_members():

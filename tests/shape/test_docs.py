@@ -26,7 +26,7 @@ def test_the_script_of_the_readme_runs_alone_and_on_two_workers(tmp_path):
     pytest.importorskip("torch")
     # On a busy machine PyTorch's threads wait for each other, ten times as long.
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    train, load, _ = blocks(ROOT / "README.md", "python")
+    train, load, *_ = blocks(ROOT / "README.md", "python")
     # Without a seed, a worker that ends before the other begins comes near the bound: 0.396 in the worst of 60 trials.
     seeded = train.replace("import maniple\n", "import maniple\n\ntorch.manual_seed(0)\n", 1)
     (tmp_path / "train.py").write_text(seeded)
@@ -44,6 +44,15 @@ def test_the_script_of_the_readme_runs_alone_and_on_two_workers(tmp_path):
         f"{model}\nbefore = model[0].weight.clone()\n{load}\nassert (model[0].weight != before).any()"
     )
     subprocess.run([sys.executable, "load.py"], cwd=tmp_path, env=one_thread, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/pool.md"])
+def test_the_serial_programs_of_a_page_run_as_printed(page, tmp_path):
+    found = [block for block in blocks(ROOT / page, "python") if page != "README.md" or "maniple.Pool" in block]
+    assert found
+    (tmp_path / "program.py").write_text("\n".join(found))
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

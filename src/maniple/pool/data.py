@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Data:
     there, all see.
     """
 
-    def __init__(self, told: "Told", memory: Memory | None, forget: Callable[[], None]) -> None:
+    def __init__(self, told: "Told", memory: Memory | None, forget: Callable[[Path], None]) -> None:
         self._told, self._memory, self._forget = told, memory, forget
 
     @property
@@ -101,8 +101,8 @@ class Data:
 
     def free(self) -> None:
         """Give the memory back. The data cannot be used any more."""
-        if not self._told.is_free:
-            self._forget()
+        if self._told.path is not None:
+            self._forget(self._told.path)
             if self._memory is not None:
                 self._memory.remove()
             self._told = self._told.freed()
@@ -153,6 +153,33 @@ class Told:
             return memory.view(self.dtype, self.shape)
         assert self.path is not None
         return np.memmap(self.path, self.dtype, "r", self._offset, self.shape)
+
+
+def share_data(array: Any, path: Path, forget: Callable[[Path], None]) -> Data:
+    """In the caller: data of these values, at `path` in shared memory; `forget` is called when it is freed."""
+    if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous:
+        mapped = cast(Any, array)
+        told = Told(Path(mapped.filename), str(mapped.dtype), mapped.shape, kind="file", offset=_offset(mapped))
+        return Data(told, None, forget)
+    kind = "tensor" if is_tensor(array) else "array"
+    values = cast(Any, array).detach().cpu().numpy() if kind == "tensor" else np.asarray(array)
+    if values.ndim == 0 or values.dtype.hasobject:
+        raise InvalidArgument(
+            f"a {type(array).__qualname__} of dtype {values.dtype} and {values.ndim} axes cannot be kept as data. "
+            "Pass an array of numbers with at least one axis."
+        )
+    memory = Memory(path, is_new=True)
+    memory.reserve(values.nbytes)
+    memory.view(str(values.dtype), values.shape)[...] = values
+    return Data(Told(path, str(values.dtype), values.shape, kind=kind), memory, forget)
+
+
+def _offset(array: Any) -> int:
+    """Where in its file a mapped array begins, which may be a part of what was mapped."""
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return int(array.offset) + array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
 
 
 _memories: dict[Path, Memory] = {}  # of this worker

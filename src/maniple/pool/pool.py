@@ -8,17 +8,14 @@ import secrets
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
-
-import numpy as np
+from typing import Any, Self
 
 from maniple.center.segment import Segment
-from maniple.circle.values import is_tensor
 from maniple.errors import InvalidArgument
 from maniple.place import shared_memory
 from maniple.pool.calling import Call, Done, Key, Work
 from maniple.pool.crew import Crew
-from maniple.pool.data import Data, Told
+from maniple.pool.data import Data, share_data
 from maniple.pool.function import Function
 from maniple.pool.memory import Memory
 from maniple.pool.objects import Handle
@@ -143,21 +140,15 @@ class Pool:
     def data(self, array: Any) -> Data:
         """A copy of an array or a CPU tensor in shared memory, seen by all workers; a `np.memmap` stays in its file."""
         self._crew.check()
-        if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous:
-            told = Told(Path(array.filename), str(array.dtype), array.shape, kind="file", offset=_offset(array))
-            return self._keep_data(told, None)
-        kind = "tensor" if is_tensor(array) else "array"
-        values = cast(Any, array).detach().cpu().numpy() if kind == "tensor" else np.asarray(array)
-        if values.ndim == 0 or values.dtype.hasobject:
-            raise InvalidArgument(
-                f"a {type(array).__qualname__} of dtype {values.dtype} and {values.ndim} axes cannot be kept as data. "
-                "Pass an array of numbers with at least one axis."
-            )
-        path = self._segment.path / f"data-{next(self._numbers)}"
-        memory = Memory(path, is_new=True)
-        memory.reserve(values.nbytes)
-        memory.view(str(values.dtype), values.shape)[...] = values
-        return self._keep_data(Told(path, str(values.dtype), values.shape, kind=kind), memory)
+
+        def forget(path: Path) -> None:
+            self._data.remove(data)
+            if not self._crew.closed:
+                self._crew.ask("free", {"path": path})
+
+        data = share_data(array, self._segment.path / f"data-{next(self._numbers)}", forget)
+        self._data.append(data)
+        return data
 
     def replicate(self, made: Any, *, name: str | None = None) -> Handle:
         """An object of its own for each worker: a copy of this one, or what this function or class makes there."""
@@ -277,16 +268,6 @@ class Pool:
             raise InvalidArgument(f"there is no worker {rank} (0 to {self.n - 1}).")
         return rank
 
-    def _keep_data(self, told: Told, memory: Memory | None) -> Data:
-        def forget() -> None:
-            self._data.remove(data)
-            if not self._crew.closed:
-                self._crew.ask("free", {"path": told.path})
-
-        data = Data(told, memory, forget)
-        self._data.append(data)
-        return data
-
 
 def _named(handle: Handle) -> dict[str, Any]:
     return {"number": handle.number, "name": handle.name}
@@ -294,11 +275,3 @@ def _named(handle: Handle) -> dict[str, Any]:
 
 def _nothing() -> None:
     """The loss is in the training."""
-
-
-def _offset(array: "np.memmap[Any, Any]") -> int:
-    """Where in its file a mapped array begins, which may be a part of what was mapped."""
-    base: Any = array
-    while isinstance(base.base, np.ndarray):
-        base = base.base
-    return int(array.offset) + array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
