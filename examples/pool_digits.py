@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="how many (default: one for each core)")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the images (default: 20)")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step of all workers (default: 64)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default: 0.1)")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")
     parser.add_argument("--hidden", type=int, default=128, help="width of the two hidden layers (default: 128)")
     args = parser.parse_args()
 
