@@ -126,8 +126,8 @@ class Pool:
         local = model.local if isinstance(model, Handle) else model
         check_optimizer(local, optimizer, settings)
         handle = model if isinstance(model, Handle) else self.replicate(model)
-        made = Training(local, loss, optimizer, settings)
-        training = self._new_handle(None, made)
+        made = functools.partial(Training, local, loss, optimizer, settings)  # if `serial` is called
+        training = self._new_handle(None, made, is_factory=True)
         parts = {"model": handle, "loss": loss, "optimizer": optimizer, "settings": settings}
         self._crew.ask("train", {"number": training.number, **parts})
         number = next(self._numbers)
