@@ -80,7 +80,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()  # and an exchange, if one is due
-        worker.log(loss=loss)
+            worker.log(loss=loss)
 
     with replica.center():  # alone, the replica is the center
         shared = accuracy(model, x_test, y_test)

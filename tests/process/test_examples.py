@@ -295,6 +295,40 @@ def test_pixels_are_summed_by_two_workers_with_a_feed(tmp_path):
     assert sum(row["batches"] for rank in (0, 1) for row in run.events(rank, "wait")) == 3001
 
 
+def epochs(printed: str) -> list[tuple[float, float]]:
+    """The loss and the test accuracy of each epoch."""
+    found = re.findall(r"loss ([\d.]+), test accuracy ([\d.]+)%, [\d.]+ s", printed)
+    return [(float(loss), float(accuracy)) for loss, accuracy in found]
+
+
+def test_digits_are_learned_by_a_pool_as_by_one_process():
+    pytest.importorskip("sklearn")
+    options = ("--workers", "2", "--epochs", "8")
+    together, serial = (epochs(alone("pool_digits.py", *options, *way)) for way in ((), ("--serial",)))
+    assert len(together) == len(serial) == 8
+    np.testing.assert_allclose(together, serial, atol=0.3)  # one test image in 397 is 0.25%
+    np.testing.assert_allclose([loss for loss, _ in together], [loss for loss, _ in serial], atol=2e-3)
+    assert together[-1][1] > 92
+
+
+def test_digits_are_learned_by_a_pool_whose_workers_keep_the_images():
+    pytest.importorskip("sklearn")
+    assert epochs(alone("pool_digits.py", "--workers", "2", "--epochs", "8", "--resident"))[-1][1] > 92
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_outputs_of_a_pool_are_as_numpy_says_without_a_framework(workers: int):
+    path = str(EXAMPLES / "pool_reduce.py")
+    options = ["--workers", str(workers), "--rows", "1000"]
+    code = (
+        f"import runpy, sys; sys.argv = {[path, *options]!r}; runpy.run_path({path!r}, run_name='__main__');"
+        "assert not {'torch', 'sklearn'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as NumPy says") == 9 + workers
+
+
 def test_the_scripts_of_the_feed_page_run_as_printed(tmp_path):
     page = (EXAMPLES.parent / "docs" / "feed.md").read_text()
     produce, train, prefetch = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)

@@ -57,4 +57,5 @@ def _draw_bars(axes: Any, times: Times) -> None:
     axes.set_ylabel("seconds")
     axes.set_xlabel("epoch; one bar per worker, in the order of their ranks")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize="small")
+    axes.margins(y=0.2)  # room for the legend
+    axes.legend(fontsize="small", ncols=len(_COLORS), loc="upper center")

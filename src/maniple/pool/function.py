@@ -80,6 +80,8 @@ class Function:
         call.passing = [key for key in call.scattered if not isinstance(call.argument(key), Data)]
         if call.scattered:
             call.rows = selected(batch, self._length(call))
+            if not len(call.rows) and self._work.training is not None:
+                raise InvalidArgument("a step needs rows to learn from, but 0 were selected. Leave out such batches.")
             for key in call.passing:
                 call.put(key, _plain(taken(call.argument(key), call.rows)))
         elif batch is not None:

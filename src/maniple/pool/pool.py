@@ -135,9 +135,9 @@ class Pool:
         handle = model if isinstance(model, Handle) else self.replicate(model)
         if handle is model:  # each worker may have made its own
             self.broadcast(handle)
-        made = Training(local, loss, optimizer, settings)
         number = next(numbers)
-        training = Handle(number, f"training-{number}", made)
+        made = functools.partial(Training, local, loss, optimizer, settings)  # if `serial` is called
+        training = Handle(number, f"training-{number}", made, is_factory=True)
         parts = {"model": handle, "loss": loss, "optimizer": optimizer, "settings": settings}
         work = Work(loss, "mean", training=training)
         run = functools.partial(self._run, number, True)
