@@ -293,7 +293,7 @@ def test_thousands_of_calls_leave_memory_flat(pool: Pool):
     for _ in range(200):
         before = function(x)
     mine = resident(x)
-    for _ in range(3000):
+    for _ in range(10_000):
         after = function(x)
     assert max(b - a for a, b in zip(before, after, strict=True)) < 500  # pages
     assert resident(x) - mine < 500

@@ -11,7 +11,7 @@ from maniple.circle.values import is_tensor
 from maniple.errors import InvalidArgument
 from maniple.pool.calling import Call, Done, Key, Times, Work, carry_out
 from maniple.pool.data import Data
-from maniple.pool.objects import Handle, keep_local
+from maniple.pool.objects import Handle, renewed
 from maniple.pool.outputs import Total, check_ops
 from maniple.pool.rows import selected, taken
 
@@ -67,7 +67,8 @@ class Function:
         if training is not None:
             training.step()
         for name, value in done.updates.items():
-            keep_local(self._handle(name, args, kwargs), value)
+            handle = self._handle(name, args, kwargs)
+            handle.local = renewed(handle.local, value)
         return done.output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, batch_s: Any, slices: int) -> Call:

@@ -242,7 +242,7 @@ class Pool:
     ) -> list[Done]:
         bar = Progress(self._board, progress, is_sliced=call.slices > 1)
         try:
-            passing = [call.argument(key) for key in call.passing]
+            passing = [call.rows, *(call.argument(key) for key in call.passing)]
             options = {"number": number, "told": call.told(), "circle": self._circle, "updated": updated}
             done = self._crew.ask("call", options, passing=passing, on_wait=bar.show)
             if is_changing:  # all have come so far: now all make the step, or none does
