@@ -1,7 +1,6 @@
 """The job: what is to be started, and the command, variables and cores of each worker. Pure."""
 
 import difflib
-import itertools
 import re
 import shlex
 from dataclasses import asdict, dataclass, field
@@ -195,14 +194,6 @@ class Job:
     def device(self, local_rank: int) -> str | None:
         """The device of one worker of a machine; workers share devices in turn if there are fewer."""
         return self.devices[local_rank % len(self.devices)] if self.devices else None
-
-
-def split_cores(cores: list[int], workers: int) -> list[list[int]]:
-    """Cores of its own for each worker; all cores for everybody if there are more workers than cores."""
-    if not 0 < workers <= len(cores):
-        return [cores] * workers
-    bounds = [len(cores) * i // workers for i in range(workers + 1)]
-    return [cores[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ class Remote(Process):
             "env": {"PYTHONUNBUFFERED": "1"} | environment(place.told(certificate=None)),
             "certificate": certificate,
             "local_rank": place.local_rank,
-            "local_world": place.local_world,
+            "devices": [self._job.device(rank) for rank in range(place.local_world)],
             "threads": THREAD_VARIABLES,
             "dropped": own_variables(),
             "bind": self._job.bind,
