@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maniple.errors import InvalidArgument
-
 T = TypeVar("T")
 WAIT_S = 5.0
 
@@ -41,13 +39,6 @@ class Case:
     wait_s: float = WAIT_S
     _known: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or not self.wait_s > 0 or self.model_mb < 0:
-            raise InvalidArgument(
-                f"-n {self.workers}, --timeout {self.wait_s:g}, --model-size {self.model_mb:g}: 1 worker or more, "
-                "seconds above 0, and a size that is not below 0 can be examined. Write -n 2."
-            )
 
     @property
     def run(self) -> Path | None:

@@ -20,7 +20,8 @@ class Finding:
 
     def __str__(self) -> str:
         limit = f" ({self.limit})" if self.limit else ""
-        return f"{self.seen}{limit}." + (f" {self.fix}" if self.fix else "")
+        text = f"{self.seen}{limit}." + (f" {self.fix}" if self.fix else "")
+        return " ".join(text.split())  # one line, whatever other programs have said
 
 
 def fine(seen: str) -> Finding:

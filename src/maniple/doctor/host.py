@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.doctor.visit import ECHO_BYTES, visit
-from maniple.errors import BadFrame, NotAdmitted
+from maniple.errors import BadFrame, InvalidArgument, NotAdmitted
 from maniple.host.keeping import versions
 
 _CLOCKS_S = 1.0  # apart
@@ -78,6 +78,12 @@ def look_at_encryption(case: Case) -> Iterable[Finding]:
     elif isinstance(error, ssl.SSLCertVerificationError):
         fix = "Copy certificate.pem from the folder of the run that goes on now."
         yield grave(f"the host has another certificate: {error.verify_message}", limit="the one given", fix=fix)
+    elif isinstance(error, InvalidArgument):
+        fix = "Copy certificate.pem from the run folder."
+        yield grave("the certificate that was given cannot be used", limit=_plain(error), fix=fix)
+    elif isinstance(error, TimeoutError):
+        fix = "Its server may be stopped, swapping or overloaded: look at its machine and logs/server.log."
+        yield grave("the host takes the connection and says nothing", limit=f"limit {case.wait_s:g} s", fix=fix)
     elif error is not None:
         fix = "Leave --certificate out (unset MANIPLE_CERTIFICATE), or start the host with --tls."
         yield grave(f"the host does not encrypt: {error}", limit="a certificate was given", fix=fix)
@@ -167,4 +173,3 @@ def measure_way(case: Case) -> Iterable[Finding]:
 
 def _plain(error: Exception) -> str:
     return str(error).rstrip(".")
-

@@ -1,7 +1,6 @@
 """The libraries: what can be imported, which devices torch sees, and whether the cores survive its import."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -14,8 +13,10 @@ from maniple.place.machine import binding_variables, visible_gpus
 
 _IMPORT_S = 60.0
 _NEEDED = ("numpy",)
-_WANTED = {"torch": "models of torch need it: pip install 'maniple[torch]'"}
-_WANTED |= {"numba": "exchanges are slower without it: pip install 'maniple[fast]'"}
+_WANTED = {
+    "torch": "models of torch need it: pip install 'maniple[torch]'",
+    "numba": "exchanges are slower without it: pip install 'maniple[fast]'",
+}
 
 # In a process of its own: an import may take long, crash, or bind the cores of whoever does it.
 _IMPORTS = """
@@ -40,9 +41,10 @@ def imported(_: Case) -> dict[str, Any]:
     command = [sys.executable, "-c", _IMPORTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
-        return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"errors": {"all": f"not imported within {_IMPORT_S:.0f} s: is the file system slow?"}}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         return {"errors": {"all": f"the interpreter ended with exit code {done.returncode}: {done.stderr[-300:]}"}}
 
@@ -95,5 +97,3 @@ def look_at_binding(case: Case) -> Iterable[Finding]:
     names = " ".join(binding_variables() or ["OMP_PROC_BIND"])
     fix = f"`unset {names}`; `maniple run --bind` gives each worker its cores, and its data loaders keep them."
     yield warning(f"after `import torch` a process has {after} of its {before} cores", limit=causes, fix=fix)
-
-

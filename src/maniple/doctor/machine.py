@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import maniple
 from maniple.center.segment import abandoned
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.launch.board import count
 from maniple.place import THREAD_VARIABLES, shared_memory
 from maniple.place.machine import values_of
 
@@ -66,7 +66,7 @@ def look_at_descriptors(case: Case) -> Iterable[Finding]:
     seen = f"a process may open {soft:,} files"
     fix = f"Write `ulimit -n {max(4096, need)}` before (the system allows {hard:,}; more: /etc/security/limits.conf)."
     if soft < need:
-        yield grave(seen, limit=f"the host of {case.workers} workers needs {need:,}", fix=fix)
+        yield grave(seen, limit=f"the host of {count(case.workers, 'worker')} needs {need:,}", fix=fix)
     elif soft < 1024:
         yield warning(seen, limit="below 1,024, the usual least", fix=fix)
     else:
@@ -115,13 +115,13 @@ def look_at_threads(case: Case) -> Iterable[Finding]:
         limit = f"{cores} cores for {case.workers} workers, {share} each"
         yield warning(f"each worker starts more threads than it has cores: {said}", limit=limit, fix=fix)
     else:
-        yield fine(f"{share} threads for each of {case.workers} workers, on {cores} cores")
+        yield fine(f"{count(share, 'thread')} for each of {count(case.workers, 'worker')}, on {count(cores, 'core')}")
 
 
 def look_at_clock(_: Case) -> Iterable[Finding]:
     """The time of day: not before maniple was installed. Other machines' clocks are compared with it by HOST:PORT."""
     now = time.time()
-    installed = Path(str(maniple.__file__)).stat().st_mtime
+    installed = Path(__file__).stat().st_mtime
     seen = f"the clock says {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(now))}"
     if now < installed - 86_400:
         fix = "Set it (`chronyc makestep`, `timedatectl set-ntp true`): certificates and timestamps depend on it."

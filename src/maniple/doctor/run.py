@@ -67,7 +67,7 @@ def look_at_secret(case: Case) -> Iterable[Finding]:
         state = path.stat()
         is_empty = not path.read_text().strip()
     except OSError as error:
-        fix = f"Have its owner copy it for you, or, if it is gone, stop the host and `maniple serve --resume {case.host}`."
+        fix = "Let its owner copy it for you; if it is gone, end the host, and `maniple serve --resume` makes one."
         yield grave(f"{path} cannot be read: {error.strerror}", limit="workers need the token", fix=fix)
         return
     mode = stat.S_IMODE(state.st_mode)
@@ -113,10 +113,15 @@ def look_at_losses(case: Case) -> Iterable[Finding]:
     for rank, row in [*lost, *failed][-5:]:
         why = row.get("reason") or row.get("error") or "no reason is known"
         what = "was lost" if row["event"] == "lost" else "failed"
-        fix = f"Its last lines are in {folder.log(rank)}, if it was started here; a limit of memory or time kills silently."
+        fix = f"Its last lines, if it was started here: {folder.log(rank)}. Limits of memory and time kill silently."
         yield warning(f"worker {rank} {what} at {row['datestamp']}: {why}", limit="within the last hour", fix=fix)
     if not lost and not failed:
         yield fine("no worker was lost within the last hour")
+
+
+def can_be_visited(run: Path) -> bool:
+    """Its address and token can be read; where not, the checks of the folder tell why."""
+    return (run / "host.json").is_file() and os.access(run / "token", os.R_OK)
 
 
 def _folder(case: Case) -> Folder:

@@ -43,7 +43,7 @@ class Visit:
     connect: Exception | None = None
     handshake: Exception | None = None
     greeting: Exception | None = None
-    other: str = ""  # what speaks there instead: "tls", "http", or "" for silence
+    other: str = ""  # what speaks there instead: "http", "tls", "another", or "" for silence
     has_greeted: bool = False  # it said hello as a host of maniple does
     examined: Examined | None = None
     told: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -58,7 +58,7 @@ def visit(case: Case) -> Visit:
 
 
 def _visit(case: Case) -> Visit:
-    place = _place(case)
+    place = place_of(case)
     assert place.address is not None
     address = Address.parse(place.address)
     came = Visit(address, place.certificate is not None, bool(place.token))
@@ -75,7 +75,8 @@ def _visit(case: Case) -> Visit:
     return came
 
 
-def _place(case: Case) -> Place:
+def place_of(case: Case) -> Place:
+    """How to reach the host; InvalidArgument if what was given cannot be used."""
     assert case.host is not None
     place = reach(case.host, case.token_file, case.certificate)
     told = find(address=place.address)  # the token may stand in the environment
@@ -161,15 +162,18 @@ def _other(address: Address, wait_s: float) -> str:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+    answer = b""
+    with suppress(OSError), address.connect(wait_s) as link:
+        link.settimeout(wait_s)
+        link.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        answer = link.recv(5)
+    if answer == b"HTTP/":
+        return "http"
     with suppress(OSError), address.connect(wait_s) as link:
         link.settimeout(wait_s)
         with context.wrap_socket(link):
             return "tls"
-    with suppress(OSError), address.connect(wait_s) as link:
-        link.settimeout(wait_s)
-        link.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        return "http" if link.recv(5) == b"HTTP/" else "another"
-    return ""
+    return "another" if answer else ""
 
 
 def within(wait_s: float, act: Callable[[], T]) -> T:

@@ -90,7 +90,7 @@ class Job:
         self._check_model()
         if self.listen is not None:
             self.listen.check()
-        _check_hosts(self.hosts)
+        check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
@@ -201,7 +201,8 @@ def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
     return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
 
 
-def _check_hosts(hosts: tuple[str, ...]) -> None:
+def check_hosts(hosts: tuple[str, ...]) -> None:
+    """Raise InvalidArgument for what is no list of machines for ssh."""
     if len(set(hosts)) < len(hosts):
         raise InvalidArgument(f"--hosts {','.join(hosts)} names a host twice. Name it once, and raise -n.")
     for host in hosts:

@@ -14,7 +14,7 @@ from maniple.launch.process import Process
 from maniple.place import THREAD_VARIABLES, environment, own_variables
 
 # Nobody is asked for a password; a machine that is gone is noticed within half a minute.
-_OPTIONS = ["BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
+_OPTIONS = ["BatchMode=yes", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
 
 
 def find_ssh() -> str:
@@ -22,6 +22,12 @@ def find_ssh() -> str:
     if (path := shutil.which("ssh")) is None:
         raise InvalidArgument("--hosts needs the command ssh, and there is none in PATH. Install an OpenSSH client.")
     return path
+
+
+def ssh_command(node: str, command: list[str], *, connect_s: float = 20.0) -> list[str]:
+    """The words that run a command on another machine."""
+    options = [word for option in (f"ConnectTimeout={connect_s:.0f}", *_OPTIONS) for word in ("-o", option)]
+    return [find_ssh(), "-T", *options, "--", node, f"exec {shlex.join(command)}"]
 
 
 class Remote(Process):
@@ -33,11 +39,10 @@ class Remote(Process):
     def start(self) -> None:
         """Start the script."""
         node = self._job.node(self.rank)
-        options = [word for option in _OPTIONS for word in ("-o", option)]
-        there = f"exec {shlex.join([sys.executable, '-I', '-S', remote.__file__])}"
+        there = ssh_command(str(node), [sys.executable, "-I", "-S", remote.__file__])
         self._host.expect(self.rank)
         log = self._host.folder.log(self.rank)
-        pid = self.spawn([find_ssh(), "-T", *options, "--", str(node), there], env={}, log=log, stdin=subprocess.PIPE)
+        pid = self.spawn(there, env={}, log=log, stdin=subprocess.PIPE)
         self.write(json.dumps(self._asked()).encode() + b"\n")
         self._host.events.write("started", worker=self.rank, pid=pid, node=node)
 
