@@ -201,7 +201,7 @@ def duration_s(text: str) -> float:
         return float("inf")
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
+    if not all(part.isdigit() for part in [*parts, days if dash else "0"]) or len(parts) > 3:
         raise InvalidArgument(f"{text!r} is no duration. Write HH:MM:SS, D-HH:MM:SS or minutes, as Slurm does.")
     numbers = [int(part) for part in parts]
     units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
