@@ -60,7 +60,7 @@ def test_launchers_tell_the_warnings_of_quick_checks_only():
 
 
 def test_launchers_do_not_wait_for_a_check_that_hangs(monkeypatch):
-    monkeypatch.setattr("maniple.doctor.examine._GLANCE_S", 0.01)
+    monkeypatch.setattr("maniple.doctor.examining._GLANCE_S", 0.01)
     end = threading.Event()
 
     def hang(case: Case) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from maniple.doctor.case import WAIT_S, Case, Slurm
 from maniple.doctor.checks import CHECKS, check_case, chosen
-from maniple.doctor.examine import examine, glance
+from maniple.doctor.examining import examine, glance
 from maniple.doctor.finding import GRAVE, OK, WARNING, Finding
 
 __all__ = [

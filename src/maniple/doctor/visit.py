@@ -18,7 +18,8 @@ from maniple.host.examined import MAX_ECHO_BYTES
 from maniple.host.reach import reach
 from maniple.place import Place, find
 from maniple.wire.address import Address
-from maniple.wire.messages import Echo, Examine, Examined, Hello
+from maniple.wire.examination import Echo, Examine, Examined
+from maniple.wire.messages import Hello
 from maniple.wire.proof import introduce
 from maniple.wire.stream import Stalled, Stream, prepare
 

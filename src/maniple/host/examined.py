@@ -11,7 +11,7 @@ from maniple.center.segment import Segment
 from maniple.center.shared import Shared
 from maniple.errors import BadFrame
 from maniple.host.keeping import versions
-from maniple.wire.messages import Echo, Examine, Examined
+from maniple.wire.examination import Echo, Examine, Examined
 from maniple.wire.proof import HALF_OPEN_S
 from maniple.wire.stream import Stream
 

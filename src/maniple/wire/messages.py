@@ -5,11 +5,12 @@ data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask,
                     Save, Saved; Bye
 control             Join, Joined, Beat, Beaten
 ask                 Request, Reply
-doctor              Examine, Examined, Echo
 feed                those of `batches`
+doctor              those of `examination`
 """
 
 from maniple.wire.batches import FeedMessage
+from maniple.wire.examination import DoctorMessage
 from maniple.wire.said import Said
 
 
@@ -243,22 +244,6 @@ class Reply(Said, frozen=True, tag=45):
     sequence: int
 
 
-class Examine(Said, frozen=True, tag=60):
-    """Doctor: how are you?"""
-
-
-class Examined(Said, frozen=True, tag=61):
-    """Host: my clock says `time`, and so many workers are alive; versions and centers are in the payload, as JSON."""
-
-    time: float
-    node: str
-    live: int
-
-
-class Echo(Said, frozen=True, tag=62):
-    """Doctor: say after me what is in the payload. Host: I do."""
-
-
 _HALF_TEXT = 6000  # characters; a header has 65,535 bytes
 
 
@@ -299,8 +284,6 @@ Message = (
     | Beaten
     | Request
     | Reply
-    | Examine
-    | Examined
-    | Echo
     | FeedMessage
+    | DoctorMessage
 )
