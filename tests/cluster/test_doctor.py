@@ -26,7 +26,7 @@ def test_partition_limits_of_a_real_slurm_are_found(cluster: Cluster, tmp_path):
     assert grave(found) == set(), found
     assert_found(found, "slurm", "ok", "4 nodes in partitions main, urgent")
     assert_found(found, "walltime", "ok", "any time")
-    assert_found(found, "geometry", "ok", "8 workers fit on the 4 nodes", "4 cores, 2 GPUs, 4000 MB")
+    assert_found(found, "geometry", "ok", "8 workers fit on 4 nodes", "4 cores, 2 GPUs, 4000 MB")
     assert_found(found, "shared folder", "warning", str(tmp_path))
     cluster.on(0, "scontrol", "update", "partitionname=urgent", "maxtime=60")
     try:
@@ -47,10 +47,13 @@ def test_other_machines_are_looked_at_by_ssh(cluster: Cluster, tmp_path):
     try:
         asked = ("--hosts", "h1,h2,h3,nowhere", "--script", "train.py", "-n", "1000", "--timeout", "6")
         found = doctor(cluster, *asked, folder=tmp_path)
+        cut_off = doctor(cluster, "--timeout", "2", "h3:29400", folder=tmp_path)
     finally:
         cluster.on(2, "umount", str(tmp_path))
         cluster.heal(3)
     assert grave(found) == {"far ssh", "far folder"}, found
+    assert grave(cut_off) == {"port"}
+    assert_found(cut_off, "port", "grave", "h3:29400 cannot be reached", "firewall", "nc -vz h3 29400")
     assert_found(found, "far ssh", "grave", "h3 is not reached by ssh", "ssh -o BatchMode=yes h3 true")
     assert_found(found, "far ssh", "grave", "nowhere is not reached by ssh", "resolve")
     assert_found(found, "far ssh", "ok", "h1 is reached")

@@ -74,8 +74,24 @@ def test_one_core_only_is_found(one_core):
     assert_found(looked("cores"), "cores", "warning", f"1 of {os.cpu_count()} cores", "taskset")
 
 
-def test_more_workers_than_cores_are_found():
-    assert_found(looked("cores", workers=1000), "cores", "warning", "1000 workers share them")
+def test_more_workers_than_cores_and_a_limit_on_their_time_are_found(monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr("maniple.doctor.machine._QUOTA", tmp_path / "cpu.max")
+    found = looked("cores", workers=1000)
+    assert_found(found, "cores", "warning", "1000 workers share them", "fewer workers")
+    assert_found(found, "cores", "warning", "grants the time of 0.5 of", "--cpus")
+
+
+def test_a_full_disk_is_found(tiny):
+    disk = tiny("disk", "1m")
+    assert_found(
+        looked("disk", runs=disk / "runs"), "disk", "warning", f"{disk} has 1 MB free", "need 100 MB", "--runs"
+    )
+
+
+def test_a_clock_that_was_never_set_is_found(monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1e6)
+    assert_found(looked("clock"), "clock", "warning", "1970-01-12", "installed after that", "timedatectl")
 
 
 @pytest.mark.skipif(len(CORES) == 1, reason="one core cannot be narrowed")
@@ -386,7 +402,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
         (["--partition", "gpu", "--walltime", "5:00:00"], "walltime", ["5:00:00 is too long", "allows 04:00:00"]),
         (["--walltime", "1-00:00:01"], "walltime", ["1-00:00:01 is too long", "allows 1-00:00:00"]),
         (["--cpus-per-worker", "9"], "geometry", ["no node has 9 cores", "largest node of partition main has 8 cores"]),
-        (["--gpus-per-worker", "1"], "geometry", ["no node has 1 cores, 1 GPUs", "0 GPUs"]),
+        (["--gpus-per-worker", "1"], "geometry", ["no node has 1 core, 1 GPU and any MB", "0 GPUs"]),
         (["--partition", "gpu", "--gpus-per-worker", "5"], "geometry", ["5 GPUs", "has 64 cores, 4 GPUs"]),
         (["--mem", "64G"], "geometry", ["65536 MB", "16000 MB", "--mem"]),
     ],
@@ -404,7 +420,7 @@ def test_what_slurm_can_give_is_told(slurm, tmp_path):
     assert code == 0, found
     assert_found(found, "slurm", "ok", "5 nodes in partitions gpu, main, old")
     assert_found(found, "partition", "ok", "partition gpu has 1 of 2 nodes that take jobs")
-    assert_found(found, "geometry", "ok", "2 workers fit on the 1 nodes")
+    assert_found(found, "geometry", "ok", "2 workers fit on 1 node that")
     found = doctor("--slurm", "--cpus-per-worker", "2")[1]
     assert_found(found, "default memory", "warning", "1000 MB of memory if --mem is not given", "--mem 4G")
     found = doctor("--slurm", "--runs", str(tmp_path))[1]

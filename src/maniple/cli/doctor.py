@@ -85,9 +85,10 @@ def warn_early(job: Job) -> None:
     """What a launcher tells before it begins. It takes a few milliseconds, and keeps nothing from being started."""
     if job.quiet:
         return
-    is_public = job.listen is not None and not job.listen.address.is_loopback
-    case = Case(workers=max(1, job.workers_per_node), runs=job.runs, is_public=is_public)
-    left_out = {"name"} if not is_public else set[str]()
+    case = Case(workers=max(1, job.workers_per_node), runs=job.runs)
+    left_out: set[str] = set()
+    if job.listen is None or job.listen.address.is_loopback:  # nobody elsewhere is told it
+        left_out |= {"name"}
     if job.hosts or job.script is None:  # the workers are elsewhere
         left_out |= {"cores", "threads"}
     for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):

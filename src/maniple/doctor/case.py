@@ -35,7 +35,6 @@ class Case:
     script: Path | None = None
     slurm: Slurm | None = None
     runs: Path = Path("runs")
-    is_public: bool = True  # workers of other machines are to find this one by its name
     wait_s: float = WAIT_S
     _known: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, compare=False)

@@ -32,7 +32,7 @@ class Far:
     host: str
     told: dict[str, Any] = field(default_factory=dict[str, Any])  # empty: nothing came back
     exit_code: int | None = None
-    words: str = ""  # of ssh, or of the shell there
+    words: str = "no answer"  # of ssh, or of the shell there
     way: str = ""  # why its port was not reached from here
 
 

@@ -141,7 +141,7 @@ def look_for_ssh(case: Case) -> Iterable[Finding]:
         yield fine("there is no ssh in PATH; only --hosts needs it")
 
 
-def look_up_name(case: Case) -> Iterable[Finding]:
+def look_up_name(_: Case) -> Iterable[Finding]:
     """The name by which workers of other machines find this one, and what it means here."""
     name = socket.gethostname()
     try:
@@ -151,7 +151,7 @@ def look_up_name(case: Case) -> Iterable[Finding]:
         yield warning(f"this machine's name {name} does not resolve: {error}", limit="others are told it", fix=fix)
         return
     seen = f"this machine's name {name} is {', '.join(found)}"
-    if case.is_public and all(address.startswith("127.") or address == "::1" for address in found):
+    if all(address.startswith("127.") or address == "::1" for address in found):
         fix = (
             f"If others find the same, remove it from the line of /etc/hosts with {found[0]}, or give an address: "
             f"--listen {own_address() or '10.0.0.7'}:0."

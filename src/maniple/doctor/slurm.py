@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from maniple.doctor.case import Case, Slurm
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.errors import InvalidArgument
+from maniple.launch.board import count
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "sinfo", "scontrol")
 _FORMAT = "%P|%a|%l|%N|%c|%m|%G|%T"
@@ -98,10 +99,8 @@ def look_at_geometry(case: Case) -> Iterable[Finding]:
     memory_mb = 0 if asked.memory is None else size_mb(asked.memory)
     fitting = [n for n in nodes if n.cpus >= asked.cpus and n.gpus >= asked.gpus and n.memory_mb >= memory_mb]
     usable = [node for node in fitting if node.is_usable]
-    want = f"{asked.cpus} cores, {asked.gpus} GPUs and {memory_mb or 'any'} MB for each worker"
-    most = (
-        f"{max(n.cpus for n in nodes)} cores, {max(n.gpus for n in nodes)} GPUs, {max(n.memory_mb for n in nodes)} MB"
-    )
+    want = f"{_things(asked.cpus, asked.gpus)} and {memory_mb or 'any'} MB for each worker"
+    most = f"{_things(max(n.cpus for n in nodes), max(n.gpus for n in nodes))}, {max(n.memory_mb for n in nodes)} MB"
     where = f"the largest node of partition {nodes[0].partition} has {most}"
     if not fitting:
         fix = "Ask for less by --cpus-per-worker, --gpus-per-worker or --mem, or take another partition."
@@ -112,7 +111,7 @@ def look_at_geometry(case: Case) -> Iterable[Finding]:
         yield warning(f"no node that has {want} takes jobs now", limit=states, fix=fix)
     else:
         at_once = sum(_fit(node, asked, memory_mb) for node in usable)
-        yield fine(f"{want}: {at_once} workers fit on the {len(usable)} nodes that take jobs; {where}")
+        yield fine(f"{want}: {count(at_once, 'worker')} fit on {count(len(usable), 'node')} that take jobs; {where}")
 
 
 def look_at_memory_default(case: Case) -> Iterable[Finding]:
@@ -143,6 +142,10 @@ def look_at_sharing(case: Case) -> Iterable[Finding]:
         yield warning(f"runs would be written to {folder}", limit=f"{local} is each node's own, as a rule", fix=fix)
     else:
         yield fine(f"runs are written to {folder}, which must be the same on all nodes")
+
+
+def _things(cpus: int, gpus: int) -> str:
+    return f"{count(cpus, 'core')}, {count(gpus, 'GPU')}"
 
 
 def _asked(case: Case) -> Slurm:

@@ -1,6 +1,7 @@
 """A worker's process on another machine: ssh starts it, and what it prints comes back to the run folder."""
 
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -26,7 +27,7 @@ def find_ssh() -> str:
 
 def ssh_command(node: str, command: list[str], *, connect_s: float = 20.0) -> list[str]:
     """The words that run a command on another machine."""
-    options = [word for option in (f"ConnectTimeout={connect_s:.0f}", *_OPTIONS) for word in ("-o", option)]
+    options = [word for option in (f"ConnectTimeout={math.ceil(connect_s)}", *_OPTIONS) for word in ("-o", option)]
     return [find_ssh(), "-T", *options, "--", node, f"exec {shlex.join(command)}"]
 
 
