@@ -8,8 +8,9 @@ import pytest
 
 from maniple.errors import InvalidArgument
 from maniple.pool.outputs import Total, check_ops
-from maniple.pool.rows import bounds, of_worker, part, selected, taken
+from maniple.pool.rows import _MANY, bounds, of_worker, part, selected, taken
 from maniple.pool.updates import NAMES, Update, settings
+from tests.unit.engines import engine
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 100])
@@ -21,6 +22,22 @@ def test_parts_cover_all_rows_once_and_differ_by_one_at_most(count: int, parts: 
         sizes = [len(piece) for piece in pieces]
         assert max(sizes) - min(sizes) <= 1
     assert all(a <= b for a, b in itertools.pairwise(bounds(count, parts)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8"])
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_many_rows_are_taken_line_by_line_and_are_the_same(dtype: str, kind: str):
+    engine("numba")
+    random = np.random.default_rng(0)
+    values = random.integers(0, 100, (2100, 8192), np.uint8).view(dtype).reshape(2100, 8, -1)
+    indices = random.integers(0, 2100, 2100)  # some twice
+    assert values.nbytes >= _MANY
+    given: Any = engine("torch").from_numpy(values) if kind == "tensor" else values
+    got = taken(given, indices)
+    assert type(got) is type(given)
+    assert np.array_equal(np.asarray(got), values[indices])
+    odd = values.reshape(2100, -1)[:, :-1]  # rows that are no whole lines, and not in one piece
+    assert np.array_equal(taken(odd, indices), odd[indices])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ is killed before that was written, the question was not heard and is asked again
 given again, and the controller does not hear the question twice.
 """
 
-import os
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from maniple.errors import BadFrame, HandlerFailed, ManipleError, WaitedTooLong,
 from maniple.host.best import Best
 from maniple.place import Limits
 from maniple.record import Events
+from maniple.record.folder import write_whole
 from maniple.sampler.lease import Holder as Tenant
 from maniple.sampler.remote import Tables
 from maniple.wire.messages import Request
@@ -62,9 +62,7 @@ class Minutes(msgspec.Struct):
 
     def write(self, segment: Path) -> None:
         """Write it down, whole or not at all."""
-        beside = segment / f".{_FILE}.{os.getpid()}"
-        beside.write_bytes(msgspec.json.encode(self, enc_hook=plain))
-        beside.replace(segment / _FILE)
+        write_whole(segment / _FILE, msgspec.json.encode(self, enc_hook=plain))
 
 
 class Desk:

@@ -18,7 +18,7 @@ from maniple.host.host import Host
 from maniple.host.server import unsay_over
 from maniple.place import Place
 from maniple.record import Folder
-from maniple.record.folder import write_json
+from maniple.record.folder import write_json, write_whole
 from maniple.wire.address import Address
 from maniple.wire.proof import fresh_token
 from maniple.wire.tls import host_context, make_certificate
@@ -136,10 +136,7 @@ def _token(folder: Folder) -> str:
     if path.exists():
         return path.read_text().strip()
     token = fresh_token()
-    beside = path.with_name(f".token.{os.getpid()}")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token + "\n")
-    beside.rename(path)
+    write_whole(path, f"{token}\n".encode(), mode=0o600)
     return token
 
 

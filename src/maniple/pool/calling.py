@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from maniple.contracts import Circle
 from maniple.errors import InvalidArgument
 from maniple.pool.objects import Handle
-from maniple.pool.outputs import Ops, Total
+from maniple.pool.outputs import Ops, Total, named_pair
 from maniple.pool.rows import Rows, of_worker, part, selected, taken
 from maniple.pool.training import Training
 
@@ -113,9 +113,8 @@ def carry_out(
         times.compute_s += time.perf_counter() - begin
         weight = float(max(1, len(piece)) if sets else 1)
         if work.update:
-            output = _split(output, work.update)
-            updates.add(output[1], weight, is_last=number + 1 == len(pieces))
-            output = output[0]
+            output, new = named_pair(output, work.update, f"a function with update={work.update!r}")
+            updates.add(new, weight, is_last=number + 1 == len(pieces))
         total.add(output, weight, is_last=number + 1 == len(pieces))
         tick(number + 1, len(pieces))
     if training is not None:
@@ -165,13 +164,3 @@ def _with(call: Call, values: dict[Key, Any]) -> tuple[list[Any], dict[str, Any]
     for key, value in values.items():
         one.put(key, value)
     return one.args, one.kwargs
-
-
-def _split(output: Any, update: dict[str, str]) -> tuple[Any, Any]:
-    is_pair = isinstance(output, tuple) and len(cast(tuple[Any, ...], output)) == 2
-    if not is_pair or not isinstance(output[1], dict) or set(output[1]) != set(update):
-        raise InvalidArgument(
-            f"a function with update={update!r} returns (outputs, {{name: new value}}) with these names, but this one "
-            f"gave a {type(output).__qualname__}."
-        )
-    return cast(tuple[Any, Any], output)

@@ -40,6 +40,7 @@ class Crew:
         self._links: list[Link] = []
         self._lives: list[int] = []
         self._poll = select.poll()
+        self._ranks: dict[int, int] = {}  # by file descriptors
         self._path: list[str] = []  # where workers look for modules
         self._lock, self._is_asking = threading.RLock(), False
         self._owner = os.getpid()
@@ -136,7 +137,8 @@ class Crew:
         self._lives.append(life)
         self._processes.append(process)
         self._links.append(Link(ours))
-        self._poll.register(self._links[rank].fileno(), select.POLLIN)
+        self._ranks[ours.fileno()] = rank
+        self._poll.register(ours.fileno(), select.POLLIN)
         with contextlib.suppress(OSError):  # it may have ended already
             os.sched_setaffinity(process.pid, cores)
 
@@ -199,10 +201,10 @@ class Crew:
             raise self._lost(rank) from None
 
     def _ready(self, timeout_ms: float) -> list[int]:
-        found = {file for file, _ in ready(self._poll, _AWAKE_S, timeout_ms)}
+        found = ready(self._poll, _AWAKE_S, timeout_ms)
         if self.closed:  # by another thread, or by a handler of a signal
             raise WorkerFailed(f"the pool was closed in the middle of a call: {self.closed}. Make another one.")
-        return [rank for rank, link in enumerate(self._links) if link.fileno() in found]
+        return sorted(self._ranks[file] for file, _ in found)
 
     def _receive(self, rank: int) -> memoryview:
         try:

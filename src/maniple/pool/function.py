@@ -11,9 +11,9 @@ from maniple.circle.values import is_tensor
 from maniple.errors import InvalidArgument
 from maniple.pool.calling import Call, Done, Key, Times, Work, carry_out
 from maniple.pool.data import Data
-from maniple.pool.objects import Handle, keep_local
+from maniple.pool.objects import Handle, renewed
 from maniple.pool.outputs import Total, check_ops
-from maniple.pool.rows import selected, taken
+from maniple.pool.rows import in_parts, selected, taken
 
 Run = Callable[[Call, dict[str, int], bool | None], list[Done]]
 
@@ -60,6 +60,9 @@ class Function:
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, num_slices: int = 1, **kwargs: Any) -> Any:
         """The same in this process alone, with its own objects: for comparison."""
         call = self._call(args, kwargs, batch, batch_s, num_slices)
+        if call.resident and batch_s is not None:
+            own: Handle = call.argument(call.resident[0])
+            call.batch_s = in_parts(batch_s, len(own.local), own.parts)
         call.args = [_here(value) for value in call.args]
         call.kwargs = {name: _here(value) for name, value in call.kwargs.items()}
         training = None if self._work.training is None else self._work.training.local
@@ -67,7 +70,8 @@ class Function:
         if training is not None:
             training.step()
         for name, value in done.updates.items():
-            keep_local(self._handle(name, args, kwargs), value)
+            handle = self._handle(name, args, kwargs)
+            handle.local = renewed(handle.local, value)
         return done.output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, batch_s: Any, slices: int) -> Call:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 _INSISTING_S = 3.0
+# What the functions of `signal` call. Those make enums of handlers, which takes longer than all else here.
+_plainly: Any = getattr(signal, "_signal", signal)
 
 
 class Held:
@@ -24,12 +26,13 @@ class Held:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and _is_known():  # others get no signals
-            self._old = signal.signal(signal.SIGINT, self._hold)
+            self._old = _plainly.getsignal(signal.SIGINT)  # before it is needed
+            _plainly.signal(signal.SIGINT, self._hold)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._old is not None:
-            signal.signal(signal.SIGINT, self._old)
+            _plainly.signal(signal.SIGINT, self._old)
         if self.raised is not None:
             raise self.raised
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import numpy as np
 from maniple.circle.calls import Calls
 from maniple.circle.values import is_tensor
 from maniple.errors import InvalidArgument
+from maniple.pool.outputs import joined
 
 
 class Handle:
@@ -18,10 +18,11 @@ class Handle:
 
     Attributes:
         name: by which it can be called as well.
+        parts: into how many the caller's own is split among the workers; 1: each has a whole one.
     """
 
-    def __init__(self, number: int, name: str, local: Any = None, *, is_factory: bool = False) -> None:
-        self.number, self.name = number, name
+    def __init__(self, number: int, name: str, local: Any = None, *, is_factory: bool = False, parts: int = 1) -> None:
+        self.number, self.name, self.parts = number, name, parts
         self._local, self._is_factory = local, is_factory
 
     @property
@@ -53,13 +54,13 @@ class Handles:
         self._known: dict[str, Handle] = {}
 
     @contextlib.contextmanager
-    def made(self, name: str | None, local: Any, *, is_factory: bool = False) -> Generator[Handle]:
+    def made(self, name: str | None, local: Any, *, is_factory: bool = False, parts: int = 1) -> Generator[Handle]:
         """A new one, for what is made meanwhile. If that fails, the name is free again."""
         number = next(numbers)
         name = name if name is not None else f"object-{number}"
         if name in self._known:
             raise InvalidArgument(f"there is an object {name!r} already. Drop it first, or choose another name.")
-        self._known[name] = Handle(number, name, local, is_factory=is_factory)
+        self._known[name] = Handle(number, name, local, is_factory=is_factory, parts=parts)
         try:
             yield self._known[name]
         except BaseException:
@@ -84,19 +85,15 @@ _kept: dict[int, Any] = {}  # of this worker
 
 def keep(number: int, value: Any) -> None:
     """In a worker: have an object, or its new value."""
-    old = _kept.get(number)
-    if isinstance(value, Mapping) and hasattr(old, "load_state_dict"):
-        cast(Any, old).load_state_dict(value)
-    else:
-        _kept[number] = value
+    _kept[number] = renewed(_kept.get(number), value)
 
 
-def keep_local(handle: Handle, value: Any) -> None:
-    """In the caller: the new value of its own object."""
-    if isinstance(value, Mapping) and hasattr(handle.local, "load_state_dict"):
-        handle.local.load_state_dict(value)
-    else:
-        handle.local = value
+def renewed(old: Any, value: Any) -> Any:
+    """The new value of an object; what has a state, such as a module, stays and gets that."""
+    if not isinstance(value, Mapping) or not hasattr(old, "load_state_dict"):
+        return value
+    old.load_state_dict(value)
+    return old
 
 
 def find(number: int, name: str) -> Any:
@@ -144,13 +141,6 @@ def meet(calls: Calls, verb: str, number: int, name: str, options: dict[str, Any
             calls.broadcast(array, root=options["root"], out=array)
         elif not (hasattr(value, "state_dict") and _is_whole(array)):  # a module's counts have no mean
             calls.all_reduce(array, options["op"], out=array)
-
-
-def joined(parts: list[Any]) -> Any:
-    """Arrays or tensors one after the other."""
-    if is_tensor(parts[0]):
-        return sys.modules["torch"].cat(parts)
-    return np.concatenate(parts)
 
 
 def _is_whole(array: Any) -> bool:

@@ -9,7 +9,7 @@ An output is an array, a number, a tensor, or a tuple, list or dict of outputs. 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -136,7 +136,7 @@ def _combined(op: str, xs: list[Any], weights: Sequence[float], at: str) -> Any:
             f"{at} is a {type(xs[0]).__qualname__}, which has no {op}. Return arrays or numbers, or use reduce='none'."
         )
     if op == "gather":
-        return _gathered(xs)
+        return joined(xs)
     shapes = {tuple(np.shape(x)) for x in xs}
     if len(shapes) > 1:
         raise InvalidArgument(
@@ -176,7 +176,19 @@ def _extreme(op: str, a: Any, b: Any) -> Any:
     return result.item() if isinstance(a, (int, float)) and not isinstance(a, np.generic) else result
 
 
-def _gathered(xs: list[Any]) -> Any:
+def named_pair(output: Any, names: Iterable[str], what: str) -> tuple[Any, Mapping[str, Any]]:
+    """(outputs, {name: value}), as functions return that also give a value for each of these names."""
+    is_pair = isinstance(output, tuple) and len(cast(tuple[Any, ...], output)) == 2
+    if not is_pair or not isinstance(output[1], Mapping) or set(cast(Any, output[1])) != set(names):
+        raise InvalidArgument(
+            f"{what} returns (outputs, {{name: value}}) with the names {', '.join(map(str, names))}, but this one gave "
+            f"a {type(output).__qualname__} that is not so."
+        )
+    return cast(tuple[Any, Mapping[str, Any]], output)
+
+
+def joined(xs: list[Any]) -> Any:
+    """Arrays, tensors or numbers one after the other."""
     if is_tensor(xs[0]):
         return sys.modules["torch"].cat([x.reshape(1) if x.ndim == 0 else x for x in xs])
     return np.concatenate([np.atleast_1d(np.asarray(x)) for x in xs])

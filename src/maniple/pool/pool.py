@@ -196,7 +196,8 @@ class Pool:
 
     def scatter(self, values: Any, *, name: str | None = None) -> Handle:
         """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it."""
-        with self._handles.made(name, values.here() if isinstance(values, Data) else values) as handle:
+        local = values.here() if isinstance(values, Data) else values
+        with self._handles.made(name, local, parts=self.n) as handle:
             self._crew.ask("share", {"number": handle.number, "value": values})
         return handle
 
@@ -242,7 +243,7 @@ class Pool:
     ) -> list[Done]:
         bar = Progress(self._board, progress, is_sliced=call.slices > 1)
         try:
-            passing = [call.argument(key) for key in call.passing]
+            passing = [call.rows, *(call.argument(key) for key in call.passing)]
             options = {"number": number, "told": call.told(), "circle": self._circle, "updated": updated}
             done = self._crew.ask("call", options, passing=passing, on_wait=bar.show)
             if is_changing:  # all have come so far: now all make the step, or none does

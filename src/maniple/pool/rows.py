@@ -1,5 +1,8 @@
 """Rows: which of a data set a call uses, and who takes which of them: a `range`, or an array of indices."""
 
+import functools
+import importlib
+import importlib.util
 import operator
 import sys
 from collections.abc import Sequence
@@ -10,8 +13,11 @@ import numpy as np
 from maniple.circle.values import is_tensor
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
+from maniple.pool.box import is_plain
 
 Rows = range | Array
+_MANY = 1 << 24  # bytes
+_LINE = 64
 
 
 def selected(batch: Any, length: int) -> Rows:
@@ -30,11 +36,12 @@ def selected(batch: Any, length: int) -> Rows:
         )
     if indices.dtype.kind == "b":
         return np.flatnonzero(indices)
-    if len(indices) and not -length <= int(indices.min()) <= int(indices.max()) < length:
-        wrong = indices.min() if indices.min() < -length else indices.max()
+    least, most = (int(indices.min()), int(indices.max())) if len(indices) else (0, -1)
+    if not -length <= least <= most + 1 <= length:
+        wrong = least if least < -length else most
         raise InvalidArgument(f"batch has the row {wrong}, but there are {length} ({-length} to {length - 1}).")
-    indices = indices.astype(np.int64)
-    return np.where(indices < 0, indices + length, indices)
+    indices = np.ascontiguousarray(indices, np.int64)
+    return np.where(indices < 0, indices + length, indices) if least < 0 else indices
 
 
 def bounds(count: int, parts: int) -> list[int]:
@@ -62,10 +69,27 @@ def taken(values: Any, rows: Rows) -> Any:
 
 def _gathered(values: Any, indices: Array) -> Any:
     if isinstance(values, np.ndarray):
-        return cast(Array, values).take(indices, axis=0, mode="clip")  # all are there: they need not be checked again
-    if is_tensor(values):  # twice as fast as values[indices]
-        return values.index_select(0, sys.modules["torch"].from_numpy(indices).to(values.device))
+        array = cast(Array, values)
+        if _is_streaming(array, len(indices)) and (streams := _streams()) is not None:
+            return streams.take(array, indices)
+        return array.take(indices, axis=0, mode="clip")  # all are there: they need not be checked again
+    if is_tensor(values):
+        torch = sys.modules["torch"]
+        if values.device.type == "cpu" and is_plain(values) and _is_streaming(values.numpy(), len(indices)):
+            return torch.from_numpy(_gathered(values.numpy(), indices))
+        return values.index_select(0, torch.from_numpy(indices).to(values.device))  # faster than values[indices]
     return values[indices]
+
+
+def _is_streaming(array: Array, count: int) -> bool:
+    """They are more than a cache holds, and lie there so that they can be taken line by line."""
+    size = array.nbytes // max(1, len(array))
+    return size * count >= _MANY and size % _LINE == 0 and array.flags.c_contiguous and not array.dtype.hasobject
+
+
+@functools.cache
+def _streams() -> Any:
+    return None if importlib.util.find_spec("numba") is None else importlib.import_module("maniple.pool.streams")
 
 
 def of_worker(batch: Any, rank: int, world: int) -> Any:
@@ -78,6 +102,16 @@ def of_worker(batch: Any, rank: int, world: int) -> Any:
     if len(each) != world:
         raise InvalidArgument(f"batch_s has selections for {len(each)} workers of {world}. Give one for all, or each.")
     return each[rank]
+
+
+def in_parts(batch: Any, length: int, parts: int) -> Rows:
+    """The rows of a set of so many that `batch` selects in each of its parts."""
+    each: list[Array] = []
+    for k in range(parts):
+        rows = part(range(length), parts, k)
+        of_part = selected(of_worker(batch, k, parts), len(rows))
+        each.append(np.asarray(rows, np.int64)[np.asarray(of_part, np.int64)])
+    return np.concatenate(each)
 
 
 def _first(batch: Any, length: int) -> int:

@@ -4,13 +4,14 @@ g = sum_k n_k g_k / sum_k n_k      where worker k has n_k rows: exact for parts 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from maniple.adapters import Flat, adapt
 from maniple.contracts import Array, Circle, Resident
 from maniple.errors import InvalidArgument
+from maniple.pool.outputs import named_pair
 from maniple.pool.updates import Update, settings
 
 
@@ -54,10 +55,12 @@ class Training:
             loss = self._loss(self.model, *rows, **named)
             (loss * share).backward()
             return float(loss.detach())
-        loss, gradients = _checked(self._loss(self.model, *rows, **named), self.model)
+        output = self._loss(self.model, *rows, **named)
+        loss, gradients = named_pair(output, self.model, "a loss of a dict of arrays (jax.value_and_grad(loss), say)")
         for name in self.model:
-            term = np.asarray(gradients[name], self.model[name].dtype) * self.model[name].dtype.type(share)
-            self._sum[name] = term if name not in self._sum else self._sum[name] + term
+            term = np.array(gradients[name], self.model[name].dtype)
+            term *= share  # in place: an array without axes stays one
+            self._sum[name] = np.add(self._sum[name], term, out=term) if name in self._sum else term
         return float(loss)
 
     def average(self, circle: Circle | None) -> None:
@@ -97,13 +100,3 @@ def check_optimizer(model: Any, optimizer: Any, given: Mapping[str, float]) -> N
             "optimizer is the name of an update with its settings, or a function that makes a torch optimizer of "
             "parameters: functools.partial(torch.optim.SGD, lr=0.1)."
         )
-
-
-def _checked(output: Any, model: Mapping[str, Array]) -> tuple[Any, Mapping[str, Array]]:
-    is_pair = isinstance(output, tuple) and len(cast(tuple[Any, ...], output)) == 2
-    if not is_pair or not isinstance(output[1], Mapping) or set(cast(Any, output[1])) != set(model):
-        raise InvalidArgument(
-            f"the loss of a dict of arrays returns (loss, gradients) with the names {', '.join(map(str, model))}. "
-            "In JAX, pass jax.value_and_grad(loss)."
-        )
-    return cast(tuple[Any, Mapping[str, Array]], output)

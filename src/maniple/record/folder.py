@@ -89,9 +89,16 @@ def fresh_name(root: Path, script: Path) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` beside `path` and rename it, so that a reader sees the old file or the new one."""
+    """Write `value` in a form that people can read."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
+
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write `data` beside `path` and rename it, so that a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
     beside.replace(path)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maniple.errors import InvalidArgument
+from maniple.record.folder import write_whole
 
 _PIECE_BYTES = 1 << 18
 
@@ -156,14 +157,5 @@ def make_certificate(certificate: Path, key: Path) -> None:
         .sign(secret, hashes.SHA256())
     )
     plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    _write_whole(certificate, made.public_bytes(serialization.Encoding.PEM), mode=0o644)
-    _write_whole(key, secret.private_bytes(serialization.Encoding.PEM, *plain), mode=0o600)
-
-
-def _write_whole(path: Path, data: bytes, *, mode: int) -> None:
-    """Write a file that nobody sees half written."""
-    beside = path.with_name(f".{path.name}")
-    beside.unlink(missing_ok=True)
-    beside.touch(mode=mode)
-    beside.write_bytes(data)
-    beside.rename(path)
+    write_whole(certificate, made.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write_whole(key, secret.private_bytes(serialization.Encoding.PEM, *plain), mode=0o600)
