@@ -243,7 +243,6 @@ def test_replicas_that_part_are_found_and_named(run: Any):
     assert "'b' of worker 2 differs" in done.log(0) and "'b' of worker 2 differs" in done.log(2)
 
 
-@pytest.mark.usefixtures("without_numba")
 def test_wrapped_model_is_refused_with_the_reason(run: Any):
     script = """
         import os, torch, maniple
@@ -323,7 +322,6 @@ REPEAT = """
 """
 
 
-@pytest.mark.usefixtures("without_numba")
 @pytest.mark.parametrize("circle", ["shared", "torch", "mpi"])
 def test_deterministic_runs_are_the_same_to_the_bit(run: Any, tmp_path: Path, circle: str):
     found = []
