@@ -28,7 +28,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wai
 TIMEOUT_S = 240  # the longest, the demo, has taken 23 to 45 s, by what else the machine was doing
 
 pytestmark = [pytest.mark.process]
-bare = pytest.mark.usefixtures("without_numba")  # most of those with torch; the demo is as a user finds it
+bare = pytest.mark.usefixtures("without_numba")  # those with torch; the script of the README runs with all it may find
 
 
 def alone(example: str, *options: str, cwd: Path | None = None) -> str:
@@ -363,6 +363,7 @@ def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
     assert shared["pace"] == "Every(2)"
 
 
+@bare
 def test_the_demo_compares_and_tells_the_truth(tmp_path):
     pytest.importorskip("sklearn")
     printed = alone("demo.py", "--epochs", "5", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
@@ -374,6 +375,7 @@ def test_the_demo_compares_and_tells_the_truth(tmp_path):
     assert f"run folder: {run}" in printed
 
 
+@bare
 def test_the_demo_says_what_failed():
     pytest.importorskip("sklearn")
     code = "import pathlib, demo; demo.train_together(pathlib.Path('nowhere'), 0)"
