@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests with bounds in seconds, or that keep both cores busy by themselves.
 TIMED = (
-    "tests/cluster/test_network.py",  # rates of links, and how long a worker may be silent
+    "tests/cluster/",  # rates of links, how long a worker may be silent; one cluster is enough at a time
     "tests/process/test_chaos.py",  # how soon all exchange again after a death
     "tests/process/test_crowd.py",  # 200 workers that join in 10 s, answers in 0.1 s
     "tests/process/test_deaths.py",  # 8 workers, one killed each second

@@ -50,7 +50,7 @@ def test_the_version_is_one():
 @pytest.mark.parametrize("timed", TIMED)
 def test_the_tests_that_come_after_one_another_exist(timed: str):
     path, _, name = timed.partition("::")
-    assert f"def {name}" in (ROOT / path).read_text()
+    assert (ROOT / path).exists() and (not name or f"def {name}(" in (ROOT / path).read_text())
 
 
 def test_the_checklist_names_tests_that_exist():
