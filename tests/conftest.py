@@ -27,6 +27,7 @@ TIMED = (
 )
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `make test`, which runs two tests at a time: the tests of a file come after one another in one process.
 
@@ -35,10 +36,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadFileScheduling
 
+    # Not marks `xdist_group`: those of pytest-xdist 3.8 have no effect with pytest 9.2, whose ids of tests are fixed.
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "timed" if nodeid.startswith(TIMED) else super()._split_scope(nodeid)
 
+    config.option.loadscopereorder = False  # files as they are listed: unit tests, the shortest, fill up the end
     return Files(config, log)
 
 
