@@ -20,7 +20,7 @@ demo: $(STAMP)  ## train the digits alone and on 2 workers, and compare
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## run the whole test suite
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

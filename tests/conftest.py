@@ -5,13 +5,64 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
 # The tests start over a thousand interpreters: where nothing may be kept, each would compile all of maniple again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests with bounds in seconds, or that keep both cores busy by themselves.
+TIMED = (
+    "tests/cluster/",  # rates of links, how long a worker may be silent; one cluster is enough at a time
+    "tests/process/test_chaos.py",  # how soon all exchange again after a death
+    "tests/process/test_crowd.py",  # 200 workers that join in 10 s, answers in 0.1 s
+    "tests/process/test_deaths.py",  # 8 workers, one killed each second
+    "tests/process/test_fuzz.py",  # three attackers at once
+    "tests/process/test_bsp.py::test_killed_worker_is_left_behind_and_comes_back",
+    "tests/process/test_failures.py::test_ctrl_c_ends_all_and_saves_the_center",
+    "tests/process/test_failures.py::test_ctrl_c_ends_also_workers_that_do_not_listen",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `make test`, which runs two tests at a time: the tests of a file come after one another in one process.
+
+    So fixtures of a file are made once. Timed tests come after one another too, from whichever files: such a test has
+    one ordinary test beside it, and never one of its own kind.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    # Not marks `xdist_group`: those of pytest-xdist 3.8 have no effect with pytest 9.2, whose ids of tests are fixed.
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "timed" if nodeid.startswith(TIMED) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # files as they are listed: unit tests, the shortest, fill up the end
+    return Files(config, log)
+
+
+@contextmanager
+def own_memory(mark: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shared memory that no other test and no other run on the machine uses, and that must be empty at the end."""
+    memory = SHARED_MEMORY / f"test-{mark}"
+    memory.mkdir()
+    patch.setenv("MANIPLE_SHM", str(memory))
+    patch.setenv("XDG_CONFIG_HOME", str(memory.with_name("nowhere")))  # not the settings of who runs the tests
+    yield
+    segments = list(memory.iterdir())
+    shutil.rmtree(memory)
+    assert not segments, f"shared memory left behind: {segments}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_by_fixtures() -> Iterator[None]:
+    """As below, for what outlives a test because several share it."""
+    with pytest.MonkeyPatch.context() as patch, own_memory(uuid.uuid4().hex, patch):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +76,13 @@ def nothing_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         yield
         return
     mark = uuid.uuid4().hex
-    memory = SHARED_MEMORY / f"test-{mark}"  # of this test's own: other runs on the machine do not matter
-    memory.mkdir()
     monkeypatch.setenv("MANIPLE_TEST", mark)
-    monkeypatch.setenv("MANIPLE_SHM", str(memory))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(memory.with_name("nowhere")))  # not the settings of who runs the tests
-    yield
-    deadline = time.monotonic() + 5  # what was killed may take a moment to be gone
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left, f"processes left behind: {left}"
-    segments = list(memory.iterdir())
-    shutil.rmtree(memory)
-    assert not segments, f"shared memory left behind: {segments}"
+    with own_memory(mark, monkeypatch):
+        yield
+        deadline = time.monotonic() + 5  # what was killed may take a moment to be gone
+        while (left := _marked(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"processes left behind: {left}"
 
 
 def require(engine: str, is_here: bool, reason: str) -> None:

@@ -3,14 +3,13 @@
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from maniple.center import Segment
+from maniple.launch.meeting import free_port
 from tests.conftest import require
 
 WORKER = Path(__file__).with_name("circle_worker.py")
@@ -35,7 +34,7 @@ def start(engine: str, world: int, folder: Path, how: str, *, around: tuple[str,
         require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
         return [_open([str(launcher), "-n", str(world), *command], env)]
     require("torch", find_spec("torch") is not None, "no torch")
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     return [_open(command, env | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
 
 
@@ -53,20 +52,11 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
     return [(process.returncode, words) for process, words in zip(processes, said, strict=True)]
 
 
-def sweep(before: set[Path]) -> None:
-    """Remove what mpich leaves in shared memory when its processes are killed: files that nobody maps any more."""
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            mapped += maps.read_text()
-    for path in segments() - before:
-        if path.name not in mapped:
-            path.unlink(missing_ok=True)
-
-
-def segments() -> set[Path]:
-    """The files of mpich in shared memory, of this and other jobs."""
-    return set(Path("/dev/shm").glob("mpich_shm_*"))
+def sweep(folder: Path) -> None:
+    """Remove what mpich leaves in shared memory when its processes are killed: the files that a rank has noted."""
+    for noted in folder.glob("mpich-*"):
+        for name in noted.read_text().split():
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def find_mpiexec() -> str | None:
@@ -77,9 +67,3 @@ def find_mpiexec() -> str | None:
 
 def _open(command: list[str], env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]

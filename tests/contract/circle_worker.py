@@ -5,6 +5,7 @@ python circle_worker.py ENGINE FOLDER
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -215,13 +216,17 @@ def main() -> None:
     engine, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     place = find()
     if how == "look":
-        # Torch takes its time to be imported: the first ranks of the largest world are also those of the smaller ones.
-        worlds = range(1, 5) if engine == "torch" else [place.world]
+        # Torch and numba take their time to be imported: where a circle is not what the launcher has started as a
+        # whole, the first ranks of the largest world are also those of the smaller ones.
+        worlds = [place.world] if engine == "mpi" else range(1, 5)
         for world in worlds:
             if place.rank < world:
                 look(engine, place.told(world=world), folder)
         return
     circle = open_circle(engine, place, "first", deadline_s=5.0)
+    # mpich's files in shared memory, to be removed after a kill: only who maps them knows that they are this job's.
+    names = set(re.findall(r"mpich_shm_\w+", Path("/proc/self/maps").read_text()))
+    (folder / f"mpich-{place.rank}").write_text(" ".join(names))
     try:
         die_or_hang(circle, how)
     except ManipleError as error:

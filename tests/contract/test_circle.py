@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pat
     made: dict[tuple[str, int], Path] = {}
 
     def folder(engine: str, world: int) -> Path:
-        started = (engine, max(WORLDS) if engine == "torch" else world)
+        started = (engine, world if engine == "mpi" else max(WORLDS))
         if started not in made:
             made[started] = tmp_path_factory.mktemp(engine)
             for exit_code, words in finish(start(*started, made[started], "look")):

@@ -1,6 +1,9 @@
 """Named arrays at a host: the classic parameter server, call by call."""
 
+import os
+import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +19,14 @@ COMPLEX = ["complex64", "complex128"]
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
-    host = Serving(tmp_path)
+def host(monkeypatch):
+    memory = Path(os.environ["MANIPLE_SHM"], "host")  # not on a disk, which is slower for the largest array
+    host = Serving(memory)
     monkeypatch.setenv("MANIPLE_ADDRESS", str(host.address))
     monkeypatch.setenv("MANIPLE_TOKEN", TOKEN)
     yield host
     host.close()
+    shutil.rmtree(memory)
 
 
 @pytest.fixture

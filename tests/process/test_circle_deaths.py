@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.circle_ranks import finish, segments, start, sweep
+from tests.contract.circle_ranks import finish, start, sweep
 
 pytestmark = pytest.mark.process
 DEADLINE_S = 5.0  # that of the ranks
 
 
 @pytest.fixture(autouse=True)
-def swept() -> Iterator[None]:
+def swept(tmp_path: Path) -> Iterator[None]:
     """MPI cannot tidy up after a kill, so the tests do."""
-    before = segments()
     yield
-    sweep(before)
+    sweep(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])

@@ -104,6 +104,7 @@ UNEVEN = """
 """
 
 
+@pytest.mark.usefixtures("without_numba")
 def test_workers_passed_over_between_epochs_come_back_inside_of_every_kind_of_call(run: Any):
     pytest.importorskip("torch")
     done = run(UNEVEN, "-n", "2")

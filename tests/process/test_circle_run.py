@@ -14,7 +14,7 @@ from tests.conftest import require
 from tests.contract.circle_ranks import find_mpiexec
 from tests.process.conftest import PATIENCE_S
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 
 # Worker r makes 3 + r steps; each subtracts the mean of what those give who are still there.
 SCRIPT = """

@@ -6,6 +6,7 @@ import signal
 import time
 
 import numpy as np
+import pytest
 
 from .conftest import await_, is_gone
 
@@ -80,6 +81,7 @@ def test_a_worker_that_keeps_dying_before_it_joins_is_started_more_and_more_slow
         assert pause >= least
 
 
+@pytest.mark.usefixtures("without_numba")  # 20 of them begin
 def test_eight_workers_survive_a_kill_every_second(start, tmp_path):
     """12 s, one of 8 workers killed each second at a random instant: every survivor exchanges again within 2 s."""
     going = start(TRAINING, "-n", "8", "--restarts", "12")

@@ -28,6 +28,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wai
 TIMEOUT_S = 240  # the longest, the demo, has taken 23 to 45 s, by what else the machine was doing
 
 pytestmark = [pytest.mark.process]
+bare = pytest.mark.usefixtures("without_numba")  # those with torch; the script of the README runs with all it may find
 
 
 def alone(example: str, *options: str, cwd: Path | None = None) -> str:
@@ -97,6 +98,7 @@ def digits_accuracy(run: Path) -> float:
     return digits.accuracy(model, *digits.load()[2:])
 
 
+@bare
 def test_digits_are_learned_alone():
     pytest.importorskip("sklearn")
     printed = alone("digits.py", "--epochs", "10")
@@ -104,6 +106,7 @@ def test_digits_are_learned_alone():
     assert percents(printed, "test accuracy")[0] > 92
 
 
+@bare
 def test_digits_are_learned_on_two_workers_with_as_many_samples_as_alone(tmp_path):
     pytest.importorskip("sklearn")
     run = together(tmp_path, "digits.py", "--epochs", "10")
@@ -123,12 +126,14 @@ def lstm_data() -> tuple[tuple[str, ...], float]:
     return ("--length", "25", "--epochs", "4"), 85
 
 
+@bare
 def test_lstm_learns_alone():
     pytest.importorskip("torch")
     options, bound = lstm_data()
     assert percents(alone("lstm.py", *options), "test accuracy of the center")[0] > bound
 
 
+@bare
 def test_lstm_learns_on_two_workers(tmp_path):
     pytest.importorskip("torch")
     options, bound = lstm_data()
@@ -146,12 +151,14 @@ def cifar_data() -> tuple[tuple[str, ...], float]:
     return ("--pictures", "1000"), 70
 
 
+@bare
 def test_pictures_are_named_alone():
     pytest.importorskip("torch")
     options, bound = cifar_data()
     assert percents(alone("cifar.py", *options), "test accuracy of the center")[0] > bound
 
 
+@bare
 def test_pictures_are_named_by_two_workers(tmp_path):
     pytest.importorskip("torch")
     options, bound = cifar_data()
@@ -170,6 +177,7 @@ def bits(printed: str) -> list[tuple[float, float]]:
     return [(float(reached), float(by_frequencies)) for reached, by_frequencies in found]
 
 
+@bare
 def test_the_transformer_learns_alone_from_a_text_of_ones_own(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "text.txt").write_text("Wie heißt das? " * 4000)
@@ -177,6 +185,7 @@ def test_the_transformer_learns_alone_from_a_text_of_ones_own(tmp_path):
     assert reached < 0.5 < 3 < by_frequencies
 
 
+@bare
 def test_the_transformer_learns_on_two_workers_in_step(tmp_path):
     pytest.importorskip("torch")
     run = together(tmp_path, "char_transformer.py", *SMALL_TEXT, how=("--rule", "bsp"))
@@ -185,11 +194,13 @@ def test_the_transformer_learns_on_two_workers_in_step(tmp_path):
     assert one < by_frequencies - 0.2
 
 
+@bare
 def test_the_rnn_learns_alone():
     pytest.importorskip("sklearn")
     assert percents(alone("rnn.py", "--seconds", "6"), "test accuracy of the center")[0] > 70
 
 
+@bare
 def test_the_rnn_learns_on_two_workers_that_join_a_host(tmp_path):
     pytest.importorskip("sklearn")
     from safetensors.torch import load_file
@@ -231,6 +242,7 @@ def test_the_client_of_the_docs_runs_as_printed(tmp_path):
     assert A.tolist() == [[11.5, 5.0, 1.5], [1.5, 5.0, 21.5]]
 
 
+@bare
 def test_the_script_for_people_from_legion_runs_alone():
     pytest.importorskip("torch")
     page = (EXAMPLES.parent / "docs" / "legion.md").read_text()
@@ -239,6 +251,7 @@ def test_the_script_for_people_from_legion_runs_alone():
     subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True, timeout=TIMEOUT_S)
 
 
+@bare
 def test_the_script_for_people_from_ddp_runs_alone_and_in_step(tmp_path):
     pytest.importorskip("torch")
     page = (EXAMPLES.parent / "docs" / "ddp.md").read_text()
@@ -301,6 +314,7 @@ def epochs(printed: str) -> list[tuple[float, float]]:
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
+@bare
 def test_digits_are_learned_by_a_pool_as_by_one_process():
     pytest.importorskip("sklearn")
     options = ("--workers", "2", "--epochs", "8")
@@ -311,6 +325,7 @@ def test_digits_are_learned_by_a_pool_as_by_one_process():
     assert together[-1][1] > 92
 
 
+@bare
 def test_digits_are_learned_by_a_pool_whose_workers_keep_the_images():
     pytest.importorskip("sklearn")
     assert epochs(alone("pool_digits.py", "--workers", "2", "--epochs", "8", "--resident"))[-1][1] > 92
@@ -348,6 +363,7 @@ def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
     assert shared["pace"] == "Every(2)"
 
 
+@bare
 def test_the_demo_compares_and_tells_the_truth(tmp_path):
     pytest.importorskip("sklearn")
     printed = alone("demo.py", "--epochs", "5", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
@@ -359,6 +375,7 @@ def test_the_demo_compares_and_tells_the_truth(tmp_path):
     assert f"run folder: {run}" in printed
 
 
+@bare
 def test_the_demo_says_what_failed():
     pytest.importorskip("sklearn")
     code = "import pathlib, demo; demo.train_together(pathlib.Path('nowhere'), 0)"

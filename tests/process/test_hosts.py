@@ -5,16 +5,18 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from maniple.launch.meeting import free_port
 from tests.conftest import require
 
 from .conftest import await_, is_gone
+
+pytestmark = pytest.mark.usefixtures("without_numba")
 
 TRAINING = """
     import os, sys, time, numpy as np, maniple
@@ -35,8 +37,7 @@ def _sshd(tmp_path: Path, mark: str, *, is_elsewhere: bool) -> tuple[subprocess.
     """A server on loopback, for this user and one key, made for this test."""
     for name in ("host_key", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = tmp_path / "sshd_config"
     config.write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host_key\nAuthorizedKeysFile {tmp_path}/key.pub\n"

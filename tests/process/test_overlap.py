@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .conftest import MANIPLE, Run
+from .conftest import BARE, MANIPLE, Run
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 
 # Each lesson is trained with and without overlap, on parts of the same batches. The middle layer fills more than one
 # bucket by itself, so the gradients go out in several.
@@ -86,7 +86,7 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarr
     folder = tmp_path_factory.mktemp("overlap")
     (folder / "script.py").write_text(textwrap.dedent(LESSONS))
     command = [str(MANIPLE), "run", "--name", "run", "-n", "2", "--circle", "torch", "script.py", "out"]
-    run = Run(folder, "run", command, {})
+    run = Run(folder, "run", command, BARE)
     assert run.wait() == 0, run.output
     return [dict(np.load(folder / f"out-{rank}.npz")) for rank in range(2)]
 

@@ -5,6 +5,10 @@ One more, "the last minibatches were lost", is told in test_feed.py.
 
 import textwrap
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("without_numba")
+
 BEGIN = """
     import os, pathlib, signal, sys, time
     import numpy as np, maniple

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from maniple import Pool
 from maniple.errors import InvalidArgument, WorkerFailed
 
-SHM = Path(os.environ.get("MANIPLE_SHM", "/dev/shm"))
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:

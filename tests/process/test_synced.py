@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from .conftest import MANIPLE, PATIENCE_S, Run, await_, is_gone
+from .conftest import BARE, MANIPLE, PATIENCE_S, Run, await_, is_gone
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 
@@ -120,7 +120,7 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[dict[st
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("lessons")
     (folder / "script.py").write_text(textwrap.dedent(LESSONS))
-    run = Run(folder, "run", [str(MANIPLE), "run", "--name", "run", "-n", "2", "script.py", "out"], {})
+    run = Run(folder, "run", [str(MANIPLE), "run", "--name", "run", "-n", "2", "script.py", "out"], BARE)
     assert run.wait() == 0, run.output
     return run, [dict(np.load(folder / f"out-{rank}.npz")) for rank in range(2)]
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
+import textwrap
 
 import numpy as np
 import pytest
@@ -12,69 +12,58 @@ from .conftest import PATIENCE_S
 
 pytest.importorskip("torch")
 
+# Once for each rule: a model and its training from the same beginning.
 TRAINING = """
-    import hashlib, json, resource, sys, torch, maniple
+    import hashlib, torch, maniple
     from torch import nn
 
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data = torch.utils.data.TensorDataset(torch.randn(400, 20), torch.randint(0, 3, (400,)))
     worker = maniple.join()
-    replica = worker.share(model, optimizer, rule=RULE, pace=maniple.Every(2))
-    torch.manual_seed(2)
-    for epoch in range(3):
-        for x, y in torch.utils.data.DataLoader(data, batch_size=40, sampler=worker.sampler(data), num_workers=LOADERS):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            worker.log(loss=loss)
-    values = torch.cat([p.detach().flatten() for p in model.state_dict().values()]).double()
-    print("RESULT", hashlib.sha256(values.numpy().tobytes()).hexdigest(), values.abs().sum().item())
+    for name, rule in RULES.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = torch.utils.data.TensorDataset(torch.randn(400, 20), torch.randint(0, 3, (400,)))
+        replica = worker.share(model, optimizer, rule=rule, pace=maniple.Every(2))
+        torch.manual_seed(2)
+        for epoch in range(3):
+            sampler = worker.sampler(data)
+            for x, y in torch.utils.data.DataLoader(data, batch_size=40, sampler=sampler, num_workers=LOADERS):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                worker.log(loss=loss)
+        values = torch.cat([p.detach().flatten() for p in model.state_dict().values()]).double()
+        print("RESULT", name, hashlib.sha256(values.numpy().tobytes()).hexdigest(), values.abs().sum().item())
 """
 
 
-def script(rule: str, loaders: int = 0) -> str:
-    return TRAINING.replace("RULE", rule).replace("LOADERS", str(loaders))
+def script(rules: str, loaders: int = 0) -> str:
+    return TRAINING.replace("RULES", rules).replace("LOADERS", str(loaders))
 
 
-def result(text: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith("RESULT")]
-    return line.split()[1:]
+def results(text: str) -> dict[str, list[str]]:
+    """Of each rule the digest of what was learned, and the sum of its magnitudes."""
+    lines = [line.split() for line in text.splitlines() if line.startswith("RESULT")]
+    return {name: rest for _, name, *rest in lines}
 
 
-@pytest.fixture
-def alone(tmp_path: Path):
-    """The same script without a launcher."""
-
-    def alone(text: str) -> list[str]:
-        import textwrap
-
-        path = tmp_path / "alone.py"
-        path.write_text(textwrap.dedent(text))
-        done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S)
-        assert done.returncode == 0, done.stderr
-        return result(done.stdout)
-
-    return alone
-
-
-def test_one_worker_that_never_moves_equals_plain_training_bit_for_bit(run, alone):
-    text = script("maniple.EASGD(0.0)")
+def test_one_worker_trains_as_without_a_launcher(run, tmp_path):
+    """Bit for bit if its replica is never moved, to rounding under Downpour."""
+    text = script("{'still': maniple.EASGD(0.0), 'downpour': maniple.Downpour()}")
     done = run(text, "-n", "1", env={"OMP_NUM_THREADS": "1"})
     assert done.process.returncode == 0, done.output
-    assert result(done.log(0))[0] == alone(text)[0]
-
-
-def test_one_worker_under_downpour_equals_plain_training_to_rounding(run, alone):
-    text = script("maniple.Downpour()")
-    done = run(text, "-n", "1", env={"OMP_NUM_THREADS": "1"})
-    assert float(result(done.log(0))[1]) == pytest.approx(float(alone(text)[1]), rel=1e-5)
+    path = tmp_path / "alone.py"
+    path.write_text(textwrap.dedent(text))
+    by_itself = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert by_itself.returncode == 0, by_itself.stderr
+    launched, alone = results(done.log(0)), results(by_itself.stdout)
+    assert launched["still"][0] == alone["still"][0]
+    assert float(launched["downpour"][1]) == pytest.approx(float(alone["downpour"][1]), rel=1e-5)
 
 
 def test_two_workers_with_data_loader_processes_share_one_model(run):
-    done = run(script("maniple.EASGD()", loaders=1), "-n", "2")
+    done = run(script("{'easgd': maniple.EASGD()}", loaders=1), "-n", "2")
     assert done.process.returncode == 0, done.output
     center = done.center
     assert set(center) == {
@@ -107,8 +96,6 @@ def test_a_worker_needs_at_most_twice_the_model_more_than_the_plain_script(run, 
         LOOK
         print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
     """
-    import textwrap
-
     path = tmp_path / "plain.py"
     path.write_text(textwrap.dedent(text).replace("LOOK", ""))
     plain = json.loads(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import maniple
+from tests.conftest import TIMED
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,12 @@ def test_an_example_is_short(path: Path):
 def test_the_version_is_one():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert config["project"]["version"] == maniple.__version__
+
+
+@pytest.mark.parametrize("timed", TIMED)
+def test_the_tests_that_come_after_one_another_exist(timed: str):
+    path, _, name = timed.partition("::")
+    assert (ROOT / path).exists() and (not name or f"def {name}(" in (ROOT / path).read_text())
 
 
 def test_the_checklist_names_tests_that_exist():
