@@ -4,10 +4,10 @@ The ledger is a window. Rank 0 has one row per rank, which that rank writes and 
 
     state    present, left or failed          met      how often it came to a meeting
     beat     grows while its process lives    batches, samples    made so far
-    saved    of rank 0: the center is on the disk
+    saved    of rank 0: it is all over, and the center on the disk
 
-Each rank has a lock and a few cursors besides. Nothing here waits for a rank that has failed, and a rank that is not
-heard of any more is named.
+Rank 0 has the cursors of samplers besides, and each rank a lock for those of its machine. Nothing here waits for a
+rank that has failed, and a rank that is not heard of any more is named.
 """
 
 import threading
@@ -17,16 +17,15 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 
 from maniple.center.locks import Patience
-from maniple.center.window import WORD, Watch, Window
+from maniple.center.window import MPI, WORD, Watch, Window
 from maniple.contracts import Array
 from maniple.errors import ManipleError, PeerLost, WaitedTooLong, raise_remote
 
 PRESENT, LEFT, FAILED = range(3)
 STATE, MET, BEAT, BATCHES, SAMPLES, SAVED = range(6)
-CURSORS = 2048  # words at each rank, for samplers
+CURSORS = 2048  # words for samplers
 _COLUMNS = 8
 _LOCK = 0
 _CURSORS = 64
@@ -52,7 +51,7 @@ class Job:
             self._leader, is_one_machine = int(neighbours.bcast(self.rank)), neighbours.size == self.size
             neighbours.Free()
         self._windows: list[Window] = []
-        self.ledger = self.new_window(_ROWS + (_COLUMNS * WORD * self.size if self.rank == 0 else 0))
+        self.ledger = self.new_window(_CURSORS if self.rank else _ROWS + _COLUMNS * WORD * self.size)
         self._heard: list[tuple[int, float]] = [(-1, 0.0)] * self.size  # the last beat of each, and when it came
         self._ending = threading.Event()
         nap_s = _BEAT_S / 2 if is_one_machine else _PROGRESS_S
@@ -133,9 +132,9 @@ class Job:
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
-    def cursor(self, number: int) -> tuple[int, int]:
-        """Where word `number` of the samplers lies: rank and offset."""
-        return number // CURSORS % self.size, _CURSORS + number % CURSORS * WORD
+    def swap_cursor(self, number: int, expected: int, new: int) -> int:
+        """Set word `number` of the samplers to `new` if it is `expected`; gives what it was."""
+        return self.ledger.swap(0, _CURSORS + number * WORD, expected, new)
 
     @contextmanager
     def held(self, timeout_s: float) -> Generator[None]:

@@ -218,9 +218,7 @@ class Mpi:
         start = self._rank * count // self._size % count  # apart, so that workers seldom meet
         if not self._lock:
             return (i for i in [*range(start, count), *range(start)])
-        return turns(
-            count, start, take=self._take, give=self._give, describe=self._describe, timeout_s=LOCK_TIMEOUT_S
-        )
+        return turns(count, start, take=self._take, give=self._give, describe=self._describe, timeout_s=LOCK_TIMEOUT_S)
 
     def _take(self, i: int) -> bool:
         home = self._pieces[i][0]

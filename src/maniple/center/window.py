@@ -17,9 +17,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from maniple.contracts import Array
+from maniple.errors import InvalidArgument
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise InvalidArgument(
+        f"mpi4py and a library of MPI are needed here, and they cannot be used: {error}. "
+        "Install the extra: pip install 'maniple[mpi]', and an MPI such as mpich."
+    ) from None
 
 WORD = 8  # bytes
 _LOOK_S = 1.0
@@ -80,7 +88,8 @@ class Window:
         self._lock = threading.Lock()  # the snapshots' thread and the pulse use windows too
         with watch.over("the others to make a window"):
             self._window = MPI.Win.Allocate(max(WORD, size_bytes), 1, comm=comm)
-            np.frombuffer(self._window.tomemory(), np.uint8)[:] = 0
+            own: Any = self._window.tomemory()
+            np.frombuffer(own, np.uint8)[:] = 0
             self._window.Lock_all()
             self._window.Sync()
             comm.Barrier()

@@ -1,5 +1,5 @@
 """A worker's seat: how it belongs to its run. Alone it belongs to none; `Near` shares memory with its host; `far.Far`
-reaches it over the network."""
+reaches it over the network; `among.Among` has no host, but other workers of one MPI job."""
 
 import functools
 import os
@@ -64,10 +64,16 @@ def take_seat(place: Place, count: Count) -> Seat | None:
     if place.is_near:
         return Near(place, count)
     if place.address is None:
-        return None
+        return _among(place, count) if place.center == "mpi" else None
     from maniple.worker.far import Far  # what it needs takes its time to import, and few workers are far
 
     return Far(place, count)
+
+
+def _among(place: Place, count: Count) -> Seat:
+    from maniple.worker.among import Among  # imports MPI, and with it begins
+
+    return Among(place, count)
 
 
 class Near:
