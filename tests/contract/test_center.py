@@ -91,7 +91,8 @@ class MpiCenters:
         self._spread: Any = None
 
     def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
-        from maniple.center.mpi import Mpi, Spread
+        from maniple.center.mpi import Mpi
+        from maniple.center.spread import Spread
 
         is_creator, model = self._spread is None, adapt(params)
         if is_creator:
@@ -321,6 +322,25 @@ def test_many_parameters_of_uneven_sizes_do_not_overlap(centers):
     second.pull()
     for name, value in second.params.items():
         np.testing.assert_array_equal(value, expected[name] + (name == "p3"), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_parameters_of_some_megabytes_are_exchanged_whole(centers, dtype):
+    def params() -> Params:
+        return {"first": np.zeros(3, dtype), "large": np.zeros(1_300_007, dtype), "none": np.zeros(0, dtype)}
+
+    first, second = Worker(centers, params()), Worker(centers, params(), rank=1)
+    for worker in (first, second):
+        worker.params["large"] += np.arange(1_300_007) % 97
+        worker.params["first"] += 1
+        assert worker.exchange(Downpour()).refused == []
+    first.pull()
+    first.params["large"][-1] = first.params["large"][0] = np.nan
+    assert first.exchange(EASGD(0.5)).refused == ["large"]
+    second.pull()
+    for worker in (first, second):
+        np.testing.assert_array_equal(worker.params["large"], 2 * (np.arange(1_300_007) % 97) * 1.0)
+        np.testing.assert_array_equal(worker.params["first"], 2)
 
 
 def test_worker_that_closes_leaves_the_center_to_the_others(centers):

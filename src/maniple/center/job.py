@@ -2,7 +2,7 @@
 
 The ledger is a window. Rank 0 has one row per rank, which that rank writes and all may read:
 
-    state    present, left or failed          met      how often it came to a meeting
+    state    present, left, failed or gone    met      how often it came to a meeting
     beat     grows while its process lives    batches, samples    made so far
     saved    of rank 0: it is all over, and the center on the disk
 
@@ -12,7 +12,7 @@ rank that has failed, and a rank that is not heard of any more is named.
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from maniple.center.window import MPI, WORD, Watch, Window
 from maniple.contracts import Array
 from maniple.errors import ManipleError, PeerLost, WaitedTooLong, raise_remote
 
-PRESENT, LEFT, FAILED = range(3)
+PRESENT, LEFT, FAILED, GONE = range(4)
 STATE, MET, BEAT, BATCHES, SAMPLES, SAVED = range(6)
 CURSORS = 2048  # words for samplers
 _COLUMNS = 8
@@ -48,13 +48,14 @@ class Job:
         self._telling = threading.Lock()  # the script's thread and the pulse tell the same row
         with self.watch.over("the others to join"):
             neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
-            self._leader, is_one_machine = int(neighbours.bcast(self.rank)), neighbours.size == self.size
+            self._leader = int(neighbours.bcast(self.rank))
+            self.local_rank, self.local_size = int(neighbours.rank), int(neighbours.size)
             neighbours.Free()
         self._windows: list[Window] = []
         self.ledger = self.new_window(_CURSORS if self.rank else _ROWS + _COLUMNS * WORD * self.size)
         self._heard: list[tuple[int, float]] = [(-1, 0.0)] * self.size  # the last beat of each, and when it came
         self._ending = threading.Event()
-        nap_s = _BEAT_S / 2 if is_one_machine else _PROGRESS_S
+        nap_s = _BEAT_S / 2 if self.local_size == self.size else _PROGRESS_S
         self._pulse = threading.Thread(target=self._beat, args=(nap_s,), name="maniple-pulse", daemon=True)
         self._pulse.start()
 
@@ -100,7 +101,7 @@ class Job:
                 return
             if gone := [rank for rank in missing if rows[rank, STATE] != PRESENT]:
                 raise PeerLost(
-                    f"worker {gone[0]} has {'failed' if rows[gone[0], STATE] == FAILED else 'left'}, and will not "
+                    f"worker {gone[0]} has {'left' if rows[gone[0], STATE] == LEFT else 'failed'}, and will not "
                     f"come to {what}, where worker {self.rank} waits. All ranks of an MPI job make the same calls of "
                     "share(): look at what that worker printed."
                 )
@@ -122,12 +123,12 @@ class Job:
         self.ledger.look(0, _ROWS, rows)
         return rows.reshape(self.size, _COLUMNS)
 
-    def looks(self) -> Iterator[Array]:
-        """The rows, again and again; PeerLost if a rank that has not left is not heard of any more."""
+    def looks(self, ranks: Sequence[int] | None = None) -> Iterator[Array]:
+        """The rows, again and again; PeerLost if one of `ranks`, or of all, is not heard of any more."""
         nap_s = 1e-3
         while True:
             rows = self.rows()
-            self._mind_silence(rows)
+            self._mind_silence(rows, range(self.size) if ranks is None else ranks)
             yield rows
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
@@ -164,11 +165,11 @@ class Job:
             else:
                 self.comm.Iprobe()  # any call lets MPI serve those who read and write this rank's memory
 
-    def _mind_silence(self, rows: Array) -> None:
+    def _mind_silence(self, rows: Array, ranks: Sequence[int]) -> None:
         now = time.monotonic()
-        for rank, row in enumerate(rows):
-            if row[BEAT] != self._heard[rank][0] or row[STATE] != PRESENT:
-                self._heard[rank] = int(row[BEAT]), now
+        for rank in ranks:
+            if rows[rank, BEAT] != self._heard[rank][0]:
+                self._heard[rank] = int(rows[rank, BEAT]), now
             elif now - self._heard[rank][1] > self.deadline_s:
                 raise PeerLost(
                     f"worker {rank} has not been heard of for {now - self._heard[rank][1]:.0f} s (limit "

@@ -1,91 +1,25 @@
-"""The center in MPI windows: the ranks of one job hold it together, and no server is needed.
+"""The center in MPI windows: the ranks of one job hold it together (`spread`), and no server is needed.
 
-Each parameter is cut into pieces, and each piece lies in the memory of the rank that has least so far; so memory and
-traffic are shared evenly, whatever the sizes are. The first piece has two words before it: the lock, which is the
-holder's rank + 1 or 0, and the version, two steps per write.
-
-An exchange locks a parameter (compare and swap), reads a piece, applies the rule here, writes the piece, and so on;
-then it counts the version and gives the lock back. MPI's own lock would be one per rank, not per parameter, and knows
-neither a deadline nor its holder. Nobody can die in the middle: a rank that does ends the job.
+An exchange locks a bundle of parameters (compare and swap), reads a piece, applies the rule here, writes the piece, and
+so on; then it counts the version and gives the lock back. MPI's own lock would be one per rank, and knows neither a
+deadline nor its holder. Nobody can die in the middle: a rank that does ends the job.
 """
 
-import heapq
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from maniple.center.job import Job
 from maniple.center.locks import Patience, turns
-from maniple.center.memory import require_finite
-from maniple.center.window import WORD
+from maniple.center.spread import LIVE, LOCK, VERSION, Bundle, Part, Piece, Spread
 from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
-from maniple.errors import ManipleError
 from maniple.layout import Layout
 
-PIECE_BYTES = 2 << 20  # what a worker holds of the center at a time
 LOCK_TIMEOUT_S = 60.0
-_LIVE = 0  # at rank 0: how many workers exchange
-_HEAD = 64  # before a rank's pieces, and before a first piece
-_LOCK, _VERSION = -64, -56  # from a first piece on
 
-
-class Piece(NamedTuple):
-    """A part of one parameter: where it lies, and which elements it has."""
-
-    rank: int
-    offset: int
-    part: slice
-
-
-def deal(layout: Layout, ranks: int) -> tuple[list[list[Piece]], list[int]]:
-    """The pieces of each parameter, and the bytes that each rank gives: the same on all ranks."""
-    least = [(_HEAD, rank) for rank in range(ranks)]
-    pieces: list[list[Piece]] = []
-    for dtype, start, stop in layout.places:
-        size, itemsize, mine = stop - start, np.dtype(dtype).itemsize, list[Piece]()
-        step = PIECE_BYTES // itemsize
-        for begin in range(0, max(1, size), step):
-            end, rank = heapq.heappop(least)
-            offset = end + (0 if begin else _HEAD)
-            part = slice(begin, min(size, begin + step))
-            mine.append(Piece(rank, offset, part))
-            used = offset + (part.stop - part.start) * itemsize
-            heapq.heappush(least, (-(-used // _HEAD) * _HEAD, rank))
-        pieces.append(mine)
-    return pieces, [end for end, _ in sorted(least, key=lambda one: one[1])]
-
-
-class Spread:
-    """The memory of one center, over all ranks."""
-
-    def __init__(self, job: Job, name: str, layout: Layout, note: str) -> None:
-        self.job, self.name, self.layout, self.note = job, name, layout, note
-        self.pieces, sizes = deal(layout, job.size)
-        self.window = job.new_window(sizes[job.rank])
-
-    @classmethod
-    def make(cls, job: Job, name: str, model: Model, note: str) -> "Spread":
-        """Make a center of rank 0's values. All ranks call it; those whose parameters differ are refused by all."""
-        job.meet(f"share {name}")
-        layout = Layout(model.entries, is_numeric=True)
-        first = Layout.from_table(job.by_first(lambda: _checked(layout, model)))
-        job.agree(_difference(layout, first))
-        spread = cls(job, name, layout, note)
-        if job.rank == 0:
-            spread._fill(model)
-        job.meet(f"begin with {name}")
-        return spread
-
-    def _fill(self, model: Model) -> None:
-        self.window.add(0, _LIVE, self.job.size)
-        model.begin()
-        for i, pieces in enumerate(self.pieces):
-            value = model.array(i)
-            for piece in pieces:
-                self.window.put(piece.rank, piece.offset, value[piece.part])
-                self.window.flush(piece.rank)
+Apply = Callable[[int, Array, slice, Array], bool]  # parameter, replica, which elements, the center's; is it clean?
+Finish = Callable[[int, Array], None]
 
 
 class Mpi:
@@ -93,85 +27,92 @@ class Mpi:
 
     def __init__(self, spread: Spread, *, rank: int, lock: bool = True) -> None:
         self.name, self.note, self.layout = spread.name, spread.note, spread.layout
-        self._pieces, self._window, self._size = spread.pieces, spread.window, spread.job.size
+        self._bundles, self._window, self._size = spread.bundles, spread.window, spread.job.size
         self._rank, self._lock = rank, lock
         self._version = np.zeros(1, np.int64)
-        stage_bytes = min(PIECE_BYTES, max(WORD, self.layout.size_bytes))
+        stage_bytes = max(piece.size_bytes for bundle in self._bundles for piece in bundle)
         self._stages = np.empty(stage_bytes, np.uint8), np.empty(stage_bytes, np.uint8)
         self._begun: set[int] = set()  # the ranks with which something was begun that may not be done
         self._holder = 0  # of the lock that was asked for last
-        self._seen = self.versions
+        self._seen = self._versions()
         self._is_open = True
 
     @property
     def live(self) -> int:
         """p, the workers that exchange now."""
-        return self._window.total(0, _LIVE)
+        return self._window.total(0, LIVE)
 
     @property
     def versions(self) -> list[int]:
         """Twice the number of times that each parameter was written."""
-        versions = np.zeros(len(self._pieces), np.int64)
-        for i, (home, *_) in enumerate(self._pieces):
-            self._get(home.rank, home.offset + _VERSION, versions[i : i + 1])
-        self._settle()
-        return versions.tolist()
+        found = dict[int, int]()
+        for bundle, version in zip(self._bundles, self._versions(), strict=True):
+            found |= dict.fromkeys((part.parameter for part in bundle[0].parts), version)
+        return [found[i] for i in range(len(self.layout.entries))]
 
     def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
         """Apply `rule` to every parameter of `model` and of the center."""
 
-        def apply(i: int, x: Array) -> bool:
-            past, is_clean = None if memory is None else memory[i], True
-            for part, c in self._in_turn(i):
-                moment.staleness = self._staleness(i)
-                is_clean &= rule.exchange(x[part], c, None if past is None else past[part], moment)
+        def apply(i: int, x: Array, elements: slice, c: Array) -> bool:
+            return rule.exchange(x[elements], c, None if memory is None else memory[i][elements], moment)
+
+        def finish(i: int, x: Array) -> None:
             if self.layout.is_half(i):
                 self.layout.round(i, x)
-                if past is not None:
-                    rule.rounded(x, past)
-            return is_clean
+                if memory is not None:
+                    rule.rounded(x, memory[i])
 
-        return self._pass(model, apply, ways=2)
+        return self._pass(model, apply, finish, ways=2, moment=moment)
 
     def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome:
         """Set `model` to the center; `on_value` sees each parameter's value meanwhile. A look is no news."""
 
-        def apply(i: int, x: Array) -> bool:
-            self._load(i, x)
+        def apply(i: int, x: Array, elements: slice, c: Array) -> bool:
+            del i
+            x[elements] = c
+            return True
+
+        def finish(i: int, x: Array) -> None:
             self.layout.round(i, x)
             if on_value is not None:
                 on_value(i, x)
-            return True
 
-        return self._pass(model, apply, writes=False, is_look=is_look)
+        return self._pass(model, apply, finish, writes=False, is_look=is_look)
 
     def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
         """Set the center to `model`, but for parameters that are not finite; `on_value` as in `pull`."""
+        is_finite = True
 
-        def apply(i: int, x: Array) -> bool:
-            self._settle()
-            if not np.isfinite(x).all():
-                return False
-            for piece in self._pieces[i]:
-                self._put(piece.rank, piece.offset, x[piece.part])
-            if on_value is not None:
+        def apply(i: int, x: Array, elements: slice, c: Array) -> bool:
+            nonlocal is_finite
+            del i
+            if elements.start == 0:
+                is_finite = bool(np.isfinite(x).all())
+            if is_finite:
+                c[:] = x[elements]
+            return is_finite
+
+        def finish(i: int, x: Array) -> None:
+            if on_value is not None and is_finite:
                 on_value(i, x)
-            return True
 
-        return self._pass(model, apply)
+        return self._pass(model, apply, finish)
 
     def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array:
         """A copy of parameter i, in its shape; `meanwhile` is called while nobody else can write it."""
         dtype, start, stop = self.layout.places[i]
         value, patience = np.empty(stop - start, dtype), Patience(LOCK_TIMEOUT_S)
-        while not self._take(i):
-            patience.wait(self._describe(i))
+        found = [(k, piece, part) for k, bundle in enumerate(self._bundles) for piece, part in _parts(bundle, i)]
+        while not self._take(found[0][0]):
+            patience.wait(self._describe(found[0][0]))
         try:
-            self._load(i, value)
+            for _, piece, part in found:
+                self._get(piece.rank, piece.offset + part.start, value[part.elements])
+            self._settle()
             if meanwhile is not None:
                 meanwhile()
         finally:
-            self._give(i)
+            self._give(found[0][0])
         return value.reshape(self.layout.entries[i].shape)
 
     def release(self) -> None:
@@ -181,80 +122,81 @@ class Mpi:
         """Exchange no more. The memory stays, for the others."""
         if self._is_open:
             self._is_open = False
-            self._window.add(0, _LIVE, -1)
+            self._window.add(0, LIVE, -1)
 
     def _pass(
         self,
         model: Model,
-        apply: Callable[[int, Array], bool],
+        apply: Apply,
+        finish: Finish,
         *,
         writes: bool = True,
         ways: int = 1,
         is_look: bool = False,
+        moment: Moment | None = None,
     ) -> Outcome:
         outcome = Outcome(size_bytes=ways * self.layout.size_bytes)
+        moment, walk = moment or Moment(), _Walk(self.layout, model, apply, finish, outcome)
         model.begin()
         stale = 0
         with closing(self._locked()) as order:  # an error on the way gives the lock back at once
-            for i in order:
-                home = self._pieces[i][0]
-                self._get(home.rank, home.offset + _VERSION, self._version)  # is there with the first piece
-                if not apply(i, model.array(i)):
-                    outcome.refused.append(self.layout.entries[i].name)
-                stale += self._staleness(i)
+            for k in order:
+                home = self._bundles[k][0]
+                self._get(home.rank, home.offset + VERSION, self._version)  # it is there with the first piece
+                for piece, stage in self._in_turn(self._bundles[k], writes=writes):
+                    moment.staleness = max(0, int(self._version[0]) - self._seen[k]) // 2
+                    walk.over(piece, stage)
+                stale += moment.staleness * len(home.parts)
                 if writes:
                     self._version += 2
-                    self._put(home.rank, home.offset + _VERSION, self._version)
+                    self._put(home.rank, home.offset + VERSION, self._version)
                     self._settle()
                 if not is_look:
-                    self._seen[i] = int(self._version[0])
-                model.commit(i)
-        outcome.staleness = stale / len(self._pieces)
+                    self._seen[k] = int(self._version[0])
+        outcome.staleness = stale / len(self.layout.entries)
         return outcome
 
+    def _in_turn(self, bundle: Bundle, *, writes: bool) -> Generator[tuple[Piece, Array]]:
+        """Each piece, read; it is written when the next one is asked for, which is on its way by then."""
+        stages = [self._stages[k % 2][: piece.size_bytes] for k, piece in enumerate(bundle)]
+        self._get(bundle[0].rank, bundle[0].offset, stages[0])
+        for k, piece in enumerate(bundle):
+            self._settle()  # this piece has come, and the one before has gone
+            if k + 1 < len(bundle):
+                self._get(bundle[k + 1].rank, bundle[k + 1].offset, stages[k + 1])
+            yield piece, stages[k]
+            if writes:
+                self._put(piece.rank, piece.offset, stages[k])
+
     def _locked(self) -> Generator[int]:
-        """Each parameter once, locked while it is out; those that others hold come later."""
-        count = len(self._pieces)
+        """Each bundle once, locked while it is out; those that others hold come later."""
+        count = len(self._bundles)
         start = self._rank * count // self._size % count  # apart, so that workers seldom meet
         if not self._lock:
-            return (i for i in [*range(start, count), *range(start)])
+            return (k for k in [*range(start, count), *range(start)])
         return turns(count, start, take=self._take, give=self._give, describe=self._describe, timeout_s=LOCK_TIMEOUT_S)
 
-    def _take(self, i: int) -> bool:
-        home = self._pieces[i][0]
-        self._holder = self._window.swap(home.rank, home.offset + _LOCK, 0, self._rank + 1)
+    def _take(self, k: int) -> bool:
+        home = self._bundles[k][0]
+        self._holder = self._window.swap(home.rank, home.offset + LOCK, 0, self._rank + 1)
         return self._holder == 0
 
-    def _give(self, i: int) -> None:
+    def _give(self, k: int) -> None:
         self._settle()
-        home = self._pieces[i][0]
-        self._window.swap(home.rank, home.offset + _LOCK, self._rank + 1, 0)
+        home = self._bundles[k][0]
+        self._window.swap(home.rank, home.offset + LOCK, self._rank + 1, 0)
 
-    def _describe(self, i: int) -> str:
-        return f"the lock of parameter {self.layout.entries[i].name!r}, held by worker {self._holder - 1}"
+    def _describe(self, k: int) -> str:
+        name = self.layout.entries[self._bundles[k][0].parts[0].parameter].name
+        return f"the lock of parameter {name!r}, held by worker {self._holder - 1}"
 
-    def _staleness(self, i: int) -> int:
-        return max(0, int(self._version[0]) - self._seen[i]) // 2
-
-    def _load(self, i: int, x: Array) -> None:
-        """Read all of parameter i."""
-        for piece in self._pieces[i]:
-            self._get(piece.rank, piece.offset, x[piece.part])
+    def _versions(self) -> list[int]:
+        """Of each bundle."""
+        versions = np.zeros(len(self._bundles), np.int64)
+        for k, (home, *_) in enumerate(self._bundles):
+            self._get(home.rank, home.offset + VERSION, versions[k : k + 1])
         self._settle()
-
-    def _in_turn(self, i: int) -> Generator[tuple[slice, Array]]:
-        """Each piece of parameter i, read, and written back when the next one is asked for; that one is on its way."""
-        dtype, pieces = self.layout.places[i][0], self._pieces[i]
-        stages = [stage[: stage.size // 8 * 8].view(dtype) for stage in self._stages]
-        values = [stages[k % 2][: piece.part.stop - piece.part.start] for k, piece in enumerate(pieces)]
-        self._get(pieces[0].rank, pieces[0].offset, values[0])
-        for k, piece in enumerate(pieces):
-            self._window.flush(piece.rank)
-            if k + 1 < len(pieces):
-                self._settle()  # the other stage may still be on its way to the center
-                self._get(pieces[k + 1].rank, pieces[k + 1].offset, values[k + 1])
-            yield piece.part, values[k]
-            self._put(piece.rank, piece.offset, values[k])
+        return versions.tolist()
 
     def _get(self, rank: int, offset: int, into: Array) -> None:
         self._window.get(rank, offset, into)
@@ -271,17 +213,31 @@ class Mpi:
         self._begun.clear()
 
 
-def _checked(layout: Layout, model: Model) -> bytes:
-    """The table of a model that may become the center."""
-    model.begin()
-    for i, entry in enumerate(layout.entries):
-        require_finite(entry, model.array(i))
-    return layout.table
+@dataclass
+class _Walk:
+    """One pass over a model, piece by piece."""
+
+    layout: Layout
+    model: Model
+    apply: Apply
+    finish: Finish
+    outcome: Outcome
+
+    def over(self, piece: Piece, stage: Array) -> None:
+        """Apply to all parts of a piece; a parameter begins with its first part, and is finished with its last."""
+        for part in piece.parts:
+            i, elements = part.parameter, part.elements
+            entry = self.layout.entries[i]
+            if elements.start == 0:
+                self._x = self.model.array(i)
+            c = part.within(stage, self.layout.places[i][0])
+            if not self.apply(i, self._x, elements, c) and entry.name not in self.outcome.refused[-1:]:
+                self.outcome.refused.append(entry.name)
+            if elements.stop == entry.size:
+                self.finish(i, self._x)
+                self.model.commit(i)
 
 
-def _difference(layout: Layout, first: Layout) -> ManipleError | None:
-    try:
-        layout.require(first, "worker 0")
-    except ManipleError as error:
-        return error
-    return None
+def _parts(bundle: Bundle, i: int) -> list[tuple[Piece, Part]]:
+    """The parts of parameter i in a bundle, and where they lie."""
+    return [(piece, part) for piece in bundle for part in piece.parts if part.parameter == i]

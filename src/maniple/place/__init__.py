@@ -255,14 +255,16 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
         device=env.get("MANIPLE_DEVICE"),
         seed=number(env, "MANIPLE_SEED", DEFAULT_SEED),
         limits=asked_limits(env),
+        center=asked_center(env),
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
     )
-    if (started := started_by(env)) is None:
+    started = started_by(env)
+    if started is None and alone.center is None:
         return alone
     wishes = {name: env.get(f"MANIPLE_{name.upper()}") for name in ("rule", "pace", "wire")}
-    return alone.told(**asdict(started), **wishes, center=asked_center(env))
+    return alone.told(**(asdict(started) if started else {}), **wishes)
 
 
 def asked_circle(env: Mapping[str, str] = os.environ) -> str | None:

@@ -4,14 +4,17 @@ All join at the beginning and stay to the end. A worker that fails tells the oth
 the center lies in its memory too; then it ends, and the launcher ends the job.
 """
 
+import math
 import sys
 import time
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from maniple.adapters import Adapter
-from maniple.center.job import BATCHES, FAILED, LEFT, PRESENT, SAMPLES, SAVED, STATE, Job
-from maniple.center.mpi import Mpi, Spread
+from maniple.center.job import BATCHES, FAILED, GONE, LEFT, PRESENT, SAMPLES, SAVED, STATE, Job
+from maniple.center.mpi import Mpi
+from maniple.center.spread import Spread
+from maniple.center.window import MPI
 from maniple.circle.mpi import meet, note_failure
 from maniple.contracts import Center
 from maniple.decisions import Decisions
@@ -45,9 +48,10 @@ class Among:
         except BaseException:
             self._job.close(is_whole=True)
             raise
-        self.place = place.told(run=path)
+        local = {"local_rank": self._job.local_rank, "local_world": self._job.local_size}
+        self.place = place.told(run=path, **local)
         self.events = Events(Folder(path).events(place.rank), worker=place.rank)
-        self._look_at = 0.0
+        self._look_at, self._look_at_batch = 0.0, math.inf
 
     def _begin_run(self, place: Place) -> Any:
         self._keeper = Keeper(self._job, place)
@@ -63,17 +67,20 @@ class Among:
     @property
     def stop(self) -> str:
         """Why this worker should stop: a limit on what all have made, or another has failed."""
-        now = time.time()
-        if not self._decisions.known.reason and now >= self._look_at:
+        now, known = time.time(), self._decisions.known
+        if not known.reason and (now >= self._look_at or self._count()[0] >= self._look_at_batch):
             self._tell_count()
             rows = self._job.rows()
             for rank, row in enumerate(rows):
                 self._decisions.count((rank, 0), int(row[BATCHES]), int(row[SAMPLES]))
-                if row[STATE] == FAILED:
+                if row[STATE] >= FAILED:
                     self._decisions.stop(f"worker {rank} has failed")
             self._decisions.mind_limits(now)
             self._look_at = now + self._decisions.within_s(now)
-        return self._decisions.known.reason
+            if most := self._decisions.limits.max_batches:  # half of what is left, if all are equally fast
+                left = most - self._decisions.batches
+                self._look_at_batch = self._count()[0] + max(1, left // (2 * self._job.size))
+        return known.reason
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
@@ -114,38 +121,48 @@ class Among:
         self.events.close()
         self._tell_count()
         self._job.tell(STATE, FAILED if has_failed else LEFT)
-        deadline = time.monotonic() + (_GRACE_S if has_failed else float("inf"))
+        deadline = time.monotonic() + (_GRACE_S if has_failed else math.inf)
         is_whole = self._wait_as_first(deadline) if self._keeper is not None else self._wait(deadline)
         if not is_whole:
             note_failure("not all workers have come to their end")
         self._job.close(is_whole=is_whole)
 
     def _wait_as_first(self, deadline: float) -> bool:
-        """Wait for all to leave, and save the center; True if nobody has failed."""
+        """Wait for all to leave, and save the center; True if all have come to this end."""
         assert self._keeper is not None
-        states: list[int] = []
-        for rows in self._job.looks():
-            states = rows[:, STATE].tolist()
-            if PRESENT not in states or time.monotonic() > deadline:
-                break
-        is_whole = set(states) == {LEFT}
+        is_whole = False
         try:
-            self._keeper.close()
+            for rows in self._job.looks():
+                if PRESENT not in rows[:, STATE] or time.monotonic() > deadline:
+                    is_whole = not {PRESENT, GONE} & set(rows[:, STATE].tolist())
+                    break
         finally:
-            self._job.tell(SAVED, _WHOLE if is_whole else _BROKEN)
+            try:
+                self._keeper.close()
+            finally:
+                self._job.tell(SAVED, _WHOLE if is_whole else _BROKEN)
         return is_whole
 
     def _wait(self, deadline: float) -> bool:
-        """Wait until worker 0 has saved the center; True if nobody has failed."""
-        for rows in self._job.looks():
-            if rows[0, SAVED] or time.monotonic() > deadline:
+        """Wait until worker 0 has saved the center; True if all have come to this end."""
+        for rows in self._job.looks([0]):  # who minds the others, and saves the center even so
+            if rows[0, SAVED]:
                 return bool(rows[0, SAVED] == _WHOLE)
+            if time.monotonic() > deadline:
+                self._job.tell(STATE, GONE)
+                return False
         raise AssertionError("looks do not end")
 
     def _tell_count(self) -> None:
         batches, samples, _ = self._count()
         self._job.tell(BATCHES, batches)
         self._job.tell(SAMPLES, samples)
+
+
+def ask_mpi(place: Place) -> Place:
+    """The place of a worker whose launcher has left no variables that are known: MPI knows its rank."""
+    world = MPI.COMM_WORLD
+    return place.told(rank=world.rank, world=world.size, launcher="mpirun") if world.size > 1 else place
 
 
 def _check(place: Place) -> None:

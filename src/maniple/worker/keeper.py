@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from maniple.center.job import BATCHES, FAILED, SAMPLES, STATE, Job
-from maniple.center.mpi import Mpi, Spread
+from maniple.center.job import BATCHES, FAILED, LEFT, SAMPLES, STATE, Job
+from maniple.center.mpi import Mpi
 from maniple.center.snapshot import prune, write_centers
+from maniple.center.spread import Spread
 from maniple.errors import ManipleError
 from maniple.place import Place
 from maniple.place.center import asked_kept
@@ -52,7 +53,7 @@ class Keeper:
         self._end.set()
         self._thread.join()
         rows = self._job.rows()
-        exit_code = int((rows[:, STATE] == FAILED).any())
+        exit_code = int((rows[:, STATE] != LEFT).any())
         try:
             self._save()
         finally:
@@ -64,7 +65,7 @@ class Keeper:
     def _run(self) -> None:
         saved, failed = time.monotonic(), 0
         while not self._end.wait(_LOOK_S):
-            fallen = int((self._job.rows()[:, STATE] == FAILED).sum())
+            fallen = int((self._job.rows()[:, STATE] >= FAILED).sum())
             is_due = self._every_s and time.monotonic() - saved > self._every_s
             if is_due or fallen > failed:  # the launcher may end the job at any moment now
                 saved, failed = time.monotonic(), fallen

@@ -70,10 +70,11 @@ def take_seat(place: Place, count: Count) -> Seat | None:
     return Far(place, count)
 
 
-def _among(place: Place, count: Count) -> Seat:
-    from maniple.worker.among import Among  # imports MPI, and with it begins
+def _among(place: Place, count: Count) -> Seat | None:
+    from maniple.worker.among import Among, ask_mpi  # imports MPI, which begins by that
 
-    return Among(place, count)
+    place = place if place.launcher else ask_mpi(place)
+    return Among(place, count) if place.world > 1 else None
 
 
 class Near:
