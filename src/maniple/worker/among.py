@@ -38,7 +38,6 @@ class Among:
     is_over = False
 
     def __init__(self, place: Place, count: Count) -> None:
-        _check(place)
         self._count, self._decisions = count, Decisions(place.limits)
         comm, _ = meet(place, "join", deadline_s=place.circle_deadline_s)
         self._job = Job(comm, deadline_s=place.circle_deadline_s)
@@ -163,17 +162,3 @@ def ask_mpi(place: Place) -> Place:
     """The place of a worker whose launcher has left no variables that are known: MPI knows its rank."""
     world = MPI.COMM_WORLD
     return place.told(rank=world.rank, world=world.size, launcher="mpirun") if world.size > 1 else place
-
-
-def _check(place: Place) -> None:
-    """Raise InvalidArgument for what is impossible in an MPI job."""
-    if place.launcher not in {"mpirun", "srun"}:
-        raise InvalidArgument(
-            f"MANIPLE_CENTER=mpi needs workers that MPI has started, but these {place.world} were started by "
-            f"{place.launcher}. Start them by `mpirun -n {place.world} python SCRIPT`, or unset MANIPLE_CENTER."
-        )
-    if place.limits.validate_every or place.limits.patience:
-        raise InvalidArgument(
-            "MANIPLE_VALIDATE_EVERY and MANIPLE_PATIENCE need a controller, and with MANIPLE_CENTER=mpi there is none. "
-            "Unset them, or unset MANIPLE_CENTER, so that worker 0 is the host."
-        )
