@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,7 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from maniple.center import Shared
 from maniple.center.snapshot import check_snapshot
+from maniple.host import Host
+from maniple.place import shared_memory
 from maniple.record import read_events
 from tests.conftest import require
 from tests.contract.circle_ranks import PATIENCE_S, find_mpiexec, segments, sweep
@@ -123,6 +128,17 @@ def test_the_run_folder_is_that_of_any_run(trained):
     assert [row["event"] for row in read_events(run / "events/host.jsonl")] == ["start", "snapshot", "end"]
 
 
+def test_a_host_takes_over_what_a_job_has_saved(trained, tmp_path):
+    shutil.copytree(trained[0] / "runs/first", tmp_path / "first", symlinks=True)
+    host = Host.resume(shared_memory(), tmp_path / "first", {})
+    center = Shared.open(host.segment, host.segment.path / "center-2")
+    assert center is not None
+    np.testing.assert_array_equal(center.read(0), load_file(trained[0] / "runs/first/center/center-2.safetensors")["w"])
+    assert center.versions[0] > 0
+    center.close()
+    host.close(0)
+
+
 LOOP = (
     BEGIN
     + """
@@ -130,7 +146,7 @@ how = sys.argv[1]
 if how == "early" and worker.rank == 2:
     raise RuntimeError("an error before share")
 model = {"w": np.zeros(5 if how != "differs" or worker.rank != 2 else 6)}
-replica = worker.share(model, rule=maniple.Downpour())
+replica = worker.share(model, rule=maniple.Downpour(), pace=maniple.Every(10 if how == "term" else 1))
 if how == "stop":
     worker._seat._job.deadline_s = 5.0  # from here on: ranks may begin far apart
 for number in range(5 if how == "stop" else 1_000_000):
@@ -139,6 +155,8 @@ for number in range(5 if how == "stop" else 1_000_000):
     time.sleep(0.01)
     if worker.should_stop:
         break
+    if number == 3 and how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     if worker.rank == 2 and number == 3 and how == "raise":
         raise RuntimeError("an error of the script")
     if worker.rank == 2 and number == 3 and how == "stop":
@@ -161,6 +179,13 @@ def test_a_script_that_fails_on_one_rank_stops_the_others_and_the_center_is_save
     assert saved[0] >= 4 and len(set(saved)) == 1
     assert ended(tmp_path)["exit_code"] == 1
     assert "UCX" not in done.stderr  # nothing of MPI's was left open
+
+
+def test_ranks_that_are_told_to_end_make_their_last_exchange_before_the_center_is_saved(tmp_path):
+    done = launch(tmp_path, LOOP, 3, "term")
+    assert done.returncode == 128 + signal.SIGTERM
+    assert load_file(tmp_path / "runs/last/center/center-0.safetensors")["w"].tolist() == [3 * 4.0] * 5
+    assert ended(tmp_path)["exit_code"] == 0
 
 
 def test_who_does_not_come_to_share_is_named_at_once(tmp_path):
