@@ -21,7 +21,7 @@ import numpy as np
 from maniple.center.locks import Patience
 from maniple.center.window import MPI, WORD, Watch, Window
 from maniple.contracts import Array
-from maniple.errors import ManipleError, PeerLost, WaitedTooLong, raise_remote
+from maniple.errors import InvalidArgument, ManipleError, PeerLost, WaitedTooLong, raise_remote
 
 PRESENT, LEFT, FAILED, GONE = range(4)
 STATE, MET, BEAT, BATCHES, SAMPLES, SAVED = range(6)
@@ -43,6 +43,11 @@ class Job:
     def __init__(self, comm: Any, *, deadline_s: float) -> None:
         self.comm, self.rank, self.size = comm, int(comm.rank), int(comm.size)
         self.deadline_s = deadline_s
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise InvalidArgument(
+                "a center in MPI windows needs an MPI that several threads may call (MPI_THREAD_MULTIPLE), and this one "
+                "was begun for fewer. Leave mpi4py.rc.thread_level as it is, or unset MANIPLE_CENTER."
+            )
         self.watch = Watch(self.rank, deadline_s)
         self._row = np.zeros(_COLUMNS, np.int64)
         self._telling = threading.Lock()  # the script's thread and the pulse tell the same row
@@ -67,11 +72,11 @@ class Job:
     def by_first(self, act: Callable[[], T]) -> T:
         """What `act` gives to rank 0, for all; its error is everybody's."""
         told: tuple[Any, str, str] = (None, "", "")
-        error: ManipleError | None = None
+        error: Exception | None = None
         if self.rank == 0:
             try:
                 told = (act(), "", "")
-            except ManipleError as one:
+            except Exception as one:
                 told, error = (None, type(one).__name__, str(one)), one
         with self.watch.over("worker 0"):
             value, kind, reason = self.comm.bcast(told)
@@ -111,10 +116,10 @@ class Job:
                     f"worker {self.rank} waits. Look at what it does; raise MANIPLE_CIRCLE_DEADLINE if it needs longer."
                 )
 
-    def tell(self, column: int, value: int) -> None:
-        """Write one word of the own row."""
+    def tell(self, column: int, *values: int) -> None:
+        """Write words of the own row, from `column` on."""
         with self._telling:
-            self._row[column] = value
+            self._row[column : column + len(values)] = values
             self.ledger.set(0, _ROWS + self.rank * _COLUMNS * WORD, self._row)
 
     def rows(self) -> Array:

@@ -7,6 +7,7 @@ the center lies in its memory too; then it ends, and the launcher ends the job.
 import math
 import sys
 import time
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -44,12 +45,12 @@ class Among:
         self._keeper: Keeper | None = None
         try:
             path = self._job.by_first(lambda: self._begin_run(place))
-        except BaseException:
+        except Exception:  # it is everybody's
             self._job.close(is_whole=True)
             raise
         local = {"local_rank": self._job.local_rank, "local_world": self._job.local_size}
         self.place = place.told(run=path, **local)
-        self.events = Events(Folder(path).events(place.rank), worker=place.rank)
+        self.events = _events(Folder(path), place.rank)
         self._look_at, self._look_at_batch = 0.0, math.inf
 
     def _begin_run(self, place: Place) -> Any:
@@ -113,8 +114,9 @@ class Among:
     def absence(self) -> None:
         """There is no host that could be away."""
 
-    def leave(self, **row: Any) -> None:
+    def leave(self, *, is_early: bool = False, **row: Any) -> None:
         """Say goodbye, and stay until nobody needs this worker's part of the center any more."""
+        del is_early  # what it had taken and not trained on goes to nobody
         has_failed = bool(row.get("failed"))
         self.events.write("leave", **row)
         self.events.close()
@@ -154,8 +156,16 @@ class Among:
 
     def _tell_count(self) -> None:
         batches, samples, _ = self._count()
-        self._job.tell(BATCHES, batches)
-        self._job.tell(SAMPLES, samples)
+        self._job.tell(BATCHES, batches, samples)
+
+
+def _events(folder: Folder, rank: int) -> Events:
+    """The rows of this worker, in worker 0's folder or, on a machine that does not see it, in one like it."""
+    try:
+        return Events(folder.events(rank), worker=rank)
+    except OSError as error:
+        warnings.warn(f"worker {rank} writes no events: {error}. Training goes on.", stacklevel=2)
+        return Events(None)
 
 
 def ask_mpi(place: Place) -> Place:

@@ -40,7 +40,7 @@ class Keeper:
         self._events = Events(self.folder.events("host"))
         self._events.write("start", lineage=self._lineage, **asked)
         self._centers: list[Mpi] = []
-        self._saving, self._end = threading.Lock(), threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="maniple-keeper", daemon=True)
         self._thread.start()
 
