@@ -45,7 +45,7 @@ class Job:
         self.deadline_s = deadline_s
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise InvalidArgument(
-                "a center in MPI windows needs an MPI that several threads may call (MPI_THREAD_MULTIPLE), and this one "
+                "a center in MPI windows needs an MPI that several threads may call (MPI_THREAD_MULTIPLE); this one "
                 "was begun for fewer. Leave mpi4py.rc.thread_level as it is, or unset MANIPLE_CENTER."
             )
         self.watch = Watch(self.rank, deadline_s)
