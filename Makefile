@@ -39,6 +39,7 @@ bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables,
 	$(BIN)/python benchmarks/leases.py
 	$(BIN)/python benchmarks/control.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/mpi.py
 	$(BIN)/python benchmarks/rate.py
 	$(BIN)/python benchmarks/speedup.py
 	$(BIN)/python benchmarks/waiting.py

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from maniple.layout import Layout
 from maniple.wire.messages import Join
 from maniple.worker.control import Control
 
+from ..conftest import require
 from ..serving import Serving
 
 Params = dict[str, np.ndarray]
@@ -76,7 +78,35 @@ class TcpCenters:
         self._host.close()
 
 
-CENTERS = {"shared": SharedCenters, "tcp": TcpCenters}
+class MpiCenters:
+    """A center in a window of a job of one rank; each worker sees it by an object of its own."""
+
+    def __init__(self, root: Path) -> None:
+        require("mpi", find_spec("mpi4py") is not None, "no mpi4py")
+        from mpi4py import MPI
+
+        from maniple.center.job import Job
+
+        self._job = Job(MPI.COMM_SELF.Dup(), deadline_s=60)
+        self._spread: Any = None
+
+    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
+        from maniple.center.mpi import Mpi
+        from maniple.center.spread import Spread
+
+        is_creator, model = self._spread is None, adapt(params)
+        if is_creator:
+            self._spread = Spread.make(self._job, "center-0", model, "")
+        else:
+            Layout(model.entries).require(self._spread.layout, "worker 0")
+            self._spread.window.add(0, 0, 1)  # in a job of several ranks all are counted at once
+        return Mpi(self._spread, rank=rank), is_creator
+
+    def close(self) -> None:
+        self._job.close(is_whole=True)
+
+
+CENTERS = {"shared": SharedCenters, "tcp": TcpCenters, "mpi": MpiCenters}
 
 
 @pytest.fixture(params=CENTERS)
@@ -292,6 +322,25 @@ def test_many_parameters_of_uneven_sizes_do_not_overlap(centers):
     second.pull()
     for name, value in second.params.items():
         np.testing.assert_array_equal(value, expected[name] + (name == "p3"), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_parameters_of_some_megabytes_are_exchanged_whole(centers, dtype):
+    def params() -> Params:
+        return {"first": np.zeros(3, dtype), "large": np.zeros(1_300_007, dtype), "none": np.zeros(0, dtype)}
+
+    first, second = Worker(centers, params()), Worker(centers, params(), rank=1)
+    for worker in (first, second):
+        worker.params["large"] += np.arange(1_300_007) % 97
+        worker.params["first"] += 1
+        assert worker.exchange(Downpour()).refused == []
+    first.pull()
+    first.params["large"][-1] = first.params["large"][0] = np.nan
+    assert first.exchange(EASGD(0.5)).refused == ["large"]
+    second.pull()
+    for worker in (first, second):
+        np.testing.assert_array_equal(worker.params["large"], 2 * (np.arange(1_300_007) % 97) * 1.0)
+        np.testing.assert_array_equal(worker.params["first"], 2)
 
 
 def test_worker_that_closes_leaves_the_center_to_the_others(centers):

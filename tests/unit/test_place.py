@@ -23,6 +23,8 @@ from maniple.place import (
     setting_variable,
     shared_memory,
 )
+from maniple.place.center import Kept, asked_kept
+from maniple.worker.seat import take_seat
 
 WORD = st.none() | st.text("abc:=0.5,", min_size=1)
 PLACES = st.builds(
@@ -121,6 +123,38 @@ def test_another_launcher_s_workers_get_no_center_instead_of_one_each():
 def test_circle_that_does_not_exist_is_refused():
     with pytest.raises(InvalidArgument, match=r"MANIPLE_CIRCLE='smoke'.*shared, torch, mpi"):
         find({"MANIPLE_CIRCLE": "smoke"})
+
+
+MPIRUN = {"PMI_RANK": "0", "PMI_SIZE": "4"}
+
+
+def test_workers_of_mpirun_may_hold_the_center_themselves():
+    place = find(MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_RULE": "easgd"})
+    assert (place.center, place.rule, place.world) == ("mpi", "easgd", 4)
+    refuse_center(place)
+    assert find(MPIRUN).center is None
+    assert find({"MANIPLE_CENTER": "mpi", "MANIPLE_SEGMENT": "/dev/shm/maniple-1"}).center is None
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"MANIPLE_CENTER": "ether"}, "MANIPLE_CENTER='ether' is no center .one of mpi."),
+        (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_PATIENCE": "3"}, "MANIPLE_PATIENCE need a controller"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MANIPLE_CENTER": "mpi"}, "these 2 were started by torchrun"),
+    ],
+)
+def test_a_center_that_workers_cannot_hold_is_refused_before_anybody_waits(env, words):
+    with pytest.raises(InvalidArgument, match=words):
+        take_seat(find(env), lambda: (0, 0, False))
+
+
+def test_a_run_without_a_command_is_kept_as_its_variables_say():
+    assert asked_kept({}) == Kept(Path("runs"), None, 300.0, 3)
+    variables = {"RUNS": "/r", "NAME": "n", "SNAPSHOT_EVERY": "0", "KEEP": "1"}
+    assert asked_kept({f"MANIPLE_{name}": value for name, value in variables.items()}) == Kept(Path("/r"), "n", 0.0, 1)
+    with pytest.raises(InvalidArgument, match="MANIPLE_KEEP=0"):
+        asked_kept({"MANIPLE_KEEP": "0"})
 
 
 @pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "3"}])

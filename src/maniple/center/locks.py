@@ -11,7 +11,8 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -107,6 +108,35 @@ class Patience:
             )
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 1.5, 2e-3)
+
+
+def turns(
+    count: int,
+    start: int,
+    *,
+    take: Callable[[int], bool],
+    give: Callable[[int], None],
+    describe: Callable[[int], str],
+    timeout_s: float,
+) -> Generator[int]:
+    """Each of `count` parameters once, from `start` on, locked while it is out; those that others hold come later."""
+    waiting = deque([*range(start, count), *range(start)])
+    patience, busy = None, 0
+    while waiting:
+        i = waiting.popleft()
+        if not take(i):
+            waiting.append(i)
+            busy += 1
+            if busy >= len(waiting):  # all that remain are held by others
+                patience = patience or Patience(timeout_s)
+                patience.wait(describe(i))
+                busy = 0
+            continue
+        try:
+            yield i
+        finally:
+            give(i)
+        patience, busy = None, 0
 
 
 @functools.cache

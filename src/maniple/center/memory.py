@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maniple.contracts import Array, Model
+from maniple.contracts import Array, Entry, Model
 from maniple.errors import InvalidArgument, SharedMemoryFull
 from maniple.layout import Layout
 
@@ -73,11 +73,7 @@ class Memory:
         views = layout.views(_vectors(layout, memory, offsets))
         for i, (entry, place) in enumerate(zip(layout.entries, views, strict=True)):
             value = model.array(i)
-            if value.dtype.kind in "fc" and not np.isfinite(value).all():
-                raise InvalidArgument(
-                    f"parameter {entry.name!r} holds values that are not finite, so it cannot become the center. "
-                    "Look at the model's initialisation."
-                )
+            require_finite(entry, value)
             place[:] = value
         header[:2] = _MAGIC, _READY
 
@@ -90,6 +86,15 @@ class Memory:
     def release(self) -> None:
         """Let this process' view of the pages go; they stay in shared memory and come back when touched."""
         self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def require_finite(entry: Entry, value: Array) -> None:
+    """Raise InvalidArgument if a model with this value cannot become the center."""
+    if value.dtype.kind in "fc" and not np.isfinite(value).all():
+        raise InvalidArgument(
+            f"parameter {entry.name!r} holds values that are not finite, so it cannot become the center. "
+            "Look at the model's initialisation."
+        )
 
 
 def _offsets(layout: Layout) -> tuple[dict[str, int], int]:

@@ -5,14 +5,13 @@ in the middle of one leaves each element old or new, the lock free, and the vers
 holder reports as torn. What a killed host had begun for a remote worker is finished instead (`stage`).
 """
 
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from maniple.center.locks import ByteLocks, Patience
+from maniple.center.locks import ByteLocks, Patience, turns
 from maniple.center.memory import Memory
 from maniple.center.segment import Segment
 from maniple.center.stage import finish_pending
@@ -103,9 +102,8 @@ class Shared:
 
     def take(self, i: int) -> bool:
         """Try to lock parameter i, without waiting."""
-        if not self._locks.take(i):
+        if not self._take(i):
             return False
-        self._holders[i] = self._rank + 1
         self._mend(i)
         return True
 
@@ -243,28 +241,23 @@ class Shared:
     def _locked(self) -> Generator[int]:
         """Each parameter once, locked while it is out; those that others hold come later."""
         count = len(self._arrays)
-        start = max(0, self._rank) * count // max(1, self._segment.live) % count
-        waiting = deque([*range(start, count), *range(start)])  # workers start apart, so that they seldom meet
+        start = max(0, self._rank) * count // max(1, self._segment.live) % count  # apart, so that they seldom meet
         if not self._lock:
-            yield from waiting
-            return
-        patience, busy = None, 0
-        while waiting:
-            i = waiting.popleft()
-            if not self._locks.take(i):
-                waiting.append(i)
-                busy += 1
-                if busy >= len(waiting):  # all that remain are held by others
-                    patience = patience or Patience(LOCK_TIMEOUT_S)
-                    patience.wait(self.describe(i))
-                    busy = 0
-                continue
-            self._holders[i] = self._rank + 1
-            try:
-                yield i
-            finally:
-                self._locks.give(i)
-            patience, busy = None, 0
+            return (i for i in [*range(start, count), *range(start)])
+        return turns(
+            count,
+            start,
+            take=self._take,
+            give=self._locks.give,
+            describe=self.describe,
+            timeout_s=LOCK_TIMEOUT_S,
+        )
+
+    def _take(self, i: int) -> bool:
+        if not self._locks.take(i):
+            return False
+        self._holders[i] = self._rank + 1
+        return True
 
     def _mend(self, i: int) -> bool:
         """Finish what a killed host has left half-done in parameter i, whose lock is held; False if nothing."""

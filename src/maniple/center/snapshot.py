@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
@@ -60,8 +61,33 @@ class Manifest(msgspec.Struct):
     extra: dict[str, msgspec.Raw] = {}  # what others want to find again beside the center
 
 
-def write_snapshot(
-    segment: Segment,
+class Readable(Protocol):
+    """A center that can be saved."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def versions(self) -> list[int]: ...
+    @property
+    def layout(self) -> Layout: ...
+    def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array: ...
+
+
+def write_snapshot(segment: Segment, folder: Path, **settings: Any) -> Path | None:
+    """Write all centers and named arrays of `segment` to `folder`, as `write_centers` does."""
+    opened = (Shared.open(segment, path) for path in segment.centers())
+    centers = [center for center in opened if center is not None]
+    try:
+        return write_centers(centers, folder, under_way=lambda: words(segment.path), **settings)
+    finally:
+        for center in centers:
+            center.close()
+
+
+def write_centers(
+    centers: Sequence[Readable],
     folder: Path,
     *,
     lineage: str,
@@ -70,13 +96,14 @@ def write_snapshot(
     applied: dict[str, dict[str, list[int]]] | None = None,
     extra: dict[str, msgspec.Raw] | None = None,
     name: str | None = None,
+    under_way: Callable[[], dict[str, int]] = dict[str, int],
 ) -> Path | None:
     """Write the next snapshot to `folder`; None if there is nothing to save yet.
 
     `applied` is what the snapshot that this center was restored from has told: workers that were away since then
-    may still ask. A snapshot with a `name` stands apart from the others and replaces one of that name.
+    may still ask; `under_way` tells how far each remote worker is. A snapshot with a `name` stands apart from the
+    others and replaces one of that name.
     """
-    centers = _open_all(segment)
     if not centers:
         return None
     number = 0 if name else max((n for n, _ in snapshots(folder)), default=0) + 1
@@ -95,15 +122,13 @@ def write_snapshot(
             (arrays, "arrays.safetensors"),
         ]:
             if group:
-                _write_group(segment, group, beside / file, manifest)
+                _write_group(under_way, group, beside / file, manifest)
         manifest.updates = max(max(saved.versions, default=0) for saved in manifest.centers) // 2
         write_json(beside / _MANIFEST, manifest)
         if name:
             shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
     finally:
-        for center in centers:
-            center.close()
         shutil.rmtree(beside, ignore_errors=True)
     for file in manifest.files if name is None else ():
         point(folder / file, Path(target.name) / file)
@@ -190,12 +215,9 @@ class _Values:
         del i
 
 
-def _open_all(segment: Segment) -> list[Shared]:
-    opened = (Shared.open(segment, path) for path in segment.centers())
-    return [center for center in opened if center is not None]
-
-
-def _write_group(segment: Segment, centers: list[Shared], path: Path, manifest: Manifest) -> None:
+def _write_group(
+    under_way: Callable[[], dict[str, int]], centers: list[Readable], path: Path, manifest: Manifest
+) -> None:
     parameters = [(center, i) for center in centers for i in range(len(center.layout.entries))]
     entries = [center.layout.entries[i] for center, i in parameters]
     dtypes = [center.layout.places[i][0] for center, i in parameters]
@@ -204,7 +226,7 @@ def _write_group(segment: Segment, centers: list[Shared], path: Path, manifest: 
         center, i = parameters[k]
 
         def note() -> None:
-            for worker, word in words(segment.path).items():
+            for worker, word in under_way().items():
                 known = manifest.applied.setdefault(worker, {}).setdefault(center.name, [])
                 known += [0] * (i + 1 - len(known))
                 known[i] = max(known[i], word)

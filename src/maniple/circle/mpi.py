@@ -17,19 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from maniple.center.window import MPI
 from maniple.circle.link import Link, Message
 from maniple.circle.rounds import Rounds
 from maniple.contracts import Array
 from maniple.errors import CallMismatch, InvalidArgument, WaitedTooLong
 from maniple.place import CIRCLE_DEADLINE_S, Place
-
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as error:
-    raise InvalidArgument(
-        f"the circle mpi needs mpi4py and a library of MPI, and they cannot be used: {error}. "
-        "Install the extra: pip install 'maniple[mpi]', and an MPI such as mpich."
-    ) from None
 
 _OPENING = 31013  # tags in the world's communicator, which the script may use too
 _AWAKE_S = 2e-3  # a short wait is passed awake
@@ -38,6 +31,7 @@ _LOOK_S = 0.5  # how often those who are waited for are looked at
 _END_S = 3.0  # for MPI's own end after a failure, which may wait for the dead for ever
 _NOBODY = (0, 0, 0)
 _failures: list[str] = []
+_met: list[str] = []  # the circles that were opened
 
 
 class Mpi(Rounds):
@@ -58,29 +52,35 @@ class Mpi(Rounds):
             deterministic: it always is.
         """
         del deterministic
-        atexit.unregister(_end_soon)
-        atexit.register(_end_soon)
-        world = MPI.COMM_WORLD
-        if (world.rank, world.size) != (place.rank, place.world):
-            raise InvalidArgument(
-                f"MPI says worker {world.rank} of {world.size}, but the launcher says worker {place.rank} of "
-                f"{place.world}. Start all by the mpirun or mpiexec of the MPI that mpi4py uses ({_library()})."
-            )
-        link = Link(_Messages(world, {}), deadline_s)
-        mine = np.array([zlib.crc32(name.encode()), *_me()], np.int64)
-        told = {rank: np.empty_like(mine) for rank in link.others}
-        messages = [m for rank in link.others for m in link.receive(rank, told[rank], _OPENING)]
-        messages += [m for rank in link.others for m in link.send(rank, mine, _OPENING)]
-        link.finish(messages, f"open the circle {name!r}")
-        if others := [rank for rank, one in told.items() if one[0] != mine[0]]:
-            raise CallMismatch(
-                f"worker {place.rank} opens the circle {name!r}, worker {others[0]} another one. "
-                "All workers open their circles in the same order: look for a call that only some of them reach."
-            )
-        comm, request = world.Idup()
-        _await_dup(request, deadline_s)
-        who = {rank: (int(one[1]), int(one[2]), int(one[3])) for rank, one in told.items()}
+        comm, who = meet(place, name, deadline_s=deadline_s)
         return cls(Link(_Messages(comm, who), deadline_s))
+
+
+def meet(place: Place, name: str, *, deadline_s: float) -> tuple[Any, dict[int, tuple[int, int, int]]]:
+    """Meet all other workers, under a name that is the same for all: a communicator of their own, and who they are."""
+    if not _met:
+        atexit.register(_end_soon)
+    _met.append(name)
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (place.rank, place.world):
+        raise InvalidArgument(
+            f"MPI says worker {world.rank} of {world.size}, but the launcher says worker {place.rank} of "
+            f"{place.world}. Start all by the mpirun or mpiexec of the MPI that mpi4py uses ({_library()})."
+        )
+    link = Link(_Messages(world, {}), deadline_s)
+    mine = np.array([zlib.crc32(name.encode()), *_me()], np.int64)
+    told = {rank: np.empty_like(mine) for rank in link.others}
+    messages = [m for rank in link.others for m in link.receive(rank, told[rank], _OPENING)]
+    messages += [m for rank in link.others for m in link.send(rank, mine, _OPENING)]
+    link.finish(messages, f"open the circle {name!r}")
+    if others := [rank for rank, one in told.items() if one[0] != mine[0]]:
+        raise CallMismatch(
+            f"worker {place.rank} opens the circle {name!r}, worker {others[0]} another one. "
+            "All workers open their circles in the same order: look for a call that only some of them reach."
+        )
+    comm, request = world.Idup()
+    _await_dup(request, deadline_s)
+    return comm, {rank: (int(one[1]), int(one[2]), int(one[3])) for rank, one in told.items()}
 
 
 class _Messages:
@@ -116,7 +116,7 @@ class _Messages:
         return set(), set()
 
     def blame(self, lost: set[int], late: set[int]) -> tuple[set[int], set[int]]:
-        _failures.append("a worker is missing")
+        note_failure("a worker is missing")
         return lost, late
 
     def close(self) -> None:
@@ -125,6 +125,11 @@ class _Messages:
     def _is_dead(self, rank: int) -> bool:
         pid, started, node = self._who.get(rank, _NOBODY)
         return node == _me()[2] and _start_of(pid) != started
+
+
+def note_failure(reason: str) -> None:
+    """Something went wrong with other workers, so that they may not come to MPI's own end."""
+    _failures.append(reason)
 
 
 def _end_soon() -> None:

@@ -22,9 +22,10 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.keeping import begin_again, find_again, keep, unfinished, versions
+from maniple.host.keeping import begin_again, find_again, keep, unfinished
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
+from maniple.record.versions import versions
 
 KEEP = 3
 

@@ -4,8 +4,6 @@ The leases and what the controller knows are read before the center is copied: w
 in its center.
 """
 
-import platform
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -15,6 +13,7 @@ from maniple.center.snapshot import Manifest, restore, write_snapshot
 from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
+from maniple.record.versions import versions
 from maniple.sampler import table
 from maniple.sampler.lease import Unfinished
 
@@ -68,15 +67,4 @@ def unfinished(segment: Segment) -> dict[int, Unfinished]:
         one = table.Table(segment, path)
         found[number] = one.unfinished()
         one.close()
-    return found
-
-
-def versions() -> dict[str, str]:
-    """What the run was made with."""
-    found = {"python": platform.python_version()}
-    for name in ("maniple", "numpy", "torch", "numba"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found

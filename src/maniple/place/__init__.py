@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument
+from maniple.place.center import asked_center
 from maniple.place.launchers import meeting_point, started_by
 from maniple.place.variables import flag, number, path_in, seconds
 
@@ -80,6 +81,7 @@ class Place:
     controller: str | None = None  # FILE.py:CLASS
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
     launcher: str = ""  # who started this process: maniple, torchrun, mpirun, srun; "": a person
+    center: str | None = None  # the engine that holds the center where no host does: mpi
     circle: str | None = None  # the engine that was asked for, one of CIRCLES
     circle_deadline_s: float = CIRCLE_DEADLINE_S  # for so long a worker waits for the others in a round
     deterministic: bool = False  # two runs make the same, to the bit
@@ -239,7 +241,7 @@ def _is_worker(env: Mapping[str, str]) -> bool:
 
 def refuse_center(place: Place) -> None:
     """Raise InvalidArgument where workers of another launcher would each get a center of their own."""
-    if place.launcher not in {"", "maniple"}:
+    if place.launcher not in {"", "maniple"} and place.center is None:
         raise InvalidArgument(
             f"{place.launcher} has started {place.world} workers, but maniple has no center for them: {place.world} "
             f"separate models would be trained. Start the script with `maniple run -n {place.world} SCRIPT`, choose a "
@@ -253,14 +255,16 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
         device=env.get("MANIPLE_DEVICE"),
         seed=number(env, "MANIPLE_SEED", DEFAULT_SEED),
         limits=asked_limits(env),
+        center=asked_center(env),
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
     )
-    if (started := started_by(env)) is None:
+    started = started_by(env)
+    if started is None and alone.center is None:
         return alone
     wishes = {name: env.get(f"MANIPLE_{name.upper()}") for name in ("rule", "pace", "wire")}
-    return alone.told(**asdict(started), **wishes)
+    return alone.told(**(asdict(started) if started else {}), **wishes)
 
 
 def asked_circle(env: Mapping[str, str] = os.environ) -> str | None:

@@ -1,5 +1,5 @@
 """A worker's seat: how it belongs to its run. Alone it belongs to none; `Near` shares memory with its host; `far.Far`
-reaches it over the network."""
+reaches it over the network; `among.Among` has no host, but other workers of one MPI job."""
 
 import functools
 import os
@@ -64,10 +64,27 @@ def take_seat(place: Place, count: Count) -> Seat | None:
     if place.is_near:
         return Near(place, count)
     if place.address is None:
-        return None
+        return _among(place, count) if place.center == "mpi" else None
     from maniple.worker.far import Far  # what it needs takes its time to import, and few workers are far
 
     return Far(place, count)
+
+
+def _among(place: Place, count: Count) -> Seat | None:
+    if place.launcher not in {"mpirun", "srun", ""}:
+        raise InvalidArgument(
+            f"MANIPLE_CENTER=mpi needs workers that MPI has started, but these {place.world} were started by "
+            f"{place.launcher}. Start them by `mpirun -n {place.world} python SCRIPT`, or unset MANIPLE_CENTER."
+        )
+    if place.limits.validate_every or place.limits.patience:
+        raise InvalidArgument(
+            "MANIPLE_VALIDATE_EVERY and MANIPLE_PATIENCE need a controller, and with MANIPLE_CENTER=mpi there is none. "
+            "Unset them, or unset MANIPLE_CENTER, so that worker 0 is the host."
+        )
+    from maniple.worker.among import Among, ask_mpi  # imports MPI, which begins by that
+
+    place = place if place.launcher else ask_mpi(place)
+    return Among(place, count) if place.world > 1 else None
 
 
 class Near:
