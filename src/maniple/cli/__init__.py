@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import maniple
+from maniple.cli.host import host_command
 from maniple.cli.join import join
 from maniple.cli.record import record
 from maniple.cli.settings import settings
@@ -225,6 +226,7 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
+cli.add_command(host_command(_job))
 cli.add_command(join)
 cli.add_command(record)
 

@@ -14,6 +14,7 @@ from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
+from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, split_cores, thread_variables
 from maniple.launch.meeting import meeting_point
 from maniple.launch.memory import remembered
@@ -68,7 +69,7 @@ class _Run:
     def __init__(self, job: Job, host: Host) -> None:
         self._job, self._host = job, host
         place = Place(
-            world=job.workers,
+            world=job.world,
             run=host.folder.path,
             segment=host.segment.path,
             rule=job.rule,
@@ -76,7 +77,7 @@ class _Run:
             seed=job.settled_seed,
             wire=job.wire,
             host_deadline_s=job.host_deadline_s,
-            launcher="maniple",
+            launcher=job.launcher,
             circle=job.circle,
             circle_deadline_s=job.circle_deadline_s,
             deterministic=job.deterministic,
@@ -101,6 +102,7 @@ class _Run:
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
         self._stopping = Stopping()
+        self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
@@ -118,7 +120,8 @@ class _Run:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
-                exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
+                is_alone = self._job.script is None and self._vigil is None  # there is no other end for a host alone
+                exit_code = 0 if is_alone else self._board.exit_code or _INTERRUPTED
                 if self._job.script:
                     self._tell(self._view.error, "interrupted: ending the workers and saving the center")
                 else:
@@ -131,8 +134,9 @@ class _Run:
         return exit_code
 
     def _greet(self) -> None:
-        who = count(self._job.workers, "worker") if self._job.script else "a host alone"
+        who = count(self._job.world, "worker") if self._job.world else "a host alone"
         who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
+        who += "" if self._job.guests is None else f" of {self._job.launcher}"
         self._say(f"{who}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
@@ -165,7 +169,9 @@ class _Run:
                 self._producers.blame(at_once=False)
                 self._show()
         self._producers.blame()
-        if not self._host.has_joined:
+        if self._vigil is not None:
+            self._vigil.check()
+        elif not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
                 "apart, and there is no center. Add `worker = maniple.join()` and `worker.share(model, optimizer)`."
@@ -173,6 +179,8 @@ class _Run:
 
     def _is_done(self) -> bool:
         """All workers have ended, those of other machines too. A host alone goes on until it is told to end."""
+        if self._vigil is not None:
+            return self._vigil.is_over
         if self._job.script is None or not all(process.is_done for process in self._processes):
             return False
         return self._host.segment.live == 0
