@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import switch
+from tests.cluster.slurm import PATH, TOOLS, Cluster
 from tests.conftest import require
 
 HOSTS = 4
@@ -111,3 +112,20 @@ def network() -> Iterator[Network]:
         yield network
     finally:
         network.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Five hosts with a real Slurm. Needs root, and the packages slurm-wlm, munge, openssh-server and iproute2."""
+    require("slurm", sys.platform == "linux" and os.geteuid() == 0, "virtual hosts need Linux and root")
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
+    require("slurm", not missing, f"not installed: {', '.join(missing)}")
+    try:
+        cluster = Cluster()
+    except OSError as error:  # in a container without the rights, say
+        require("slurm", False, str(error))
+        raise
+    try:
+        yield cluster
+    finally:
+        cluster.close()
