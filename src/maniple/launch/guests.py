@@ -63,8 +63,8 @@ class Vigil:
         if missing:
             who = ", ".join(map(str, missing))
             raise WorkerFailed(
-                f"{len(missing)} of {self._guests.workers} workers of {self._guests.launcher} have not come to their end: "
-                f"{who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
+                f"of {self._guests.workers} workers of {self._guests.launcher}, {len(missing)} have not come to their "
+                f"end: {who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
             )
 
     @property

@@ -20,16 +20,19 @@ from typing import IO
 import msgspec
 
 from maniple.center.segment import is_guarded
-from maniple.errors import InvalidArgument, WaitedTooLong, WorkerFailed
+from maniple.errors import HostAway, InvalidArgument, WaitedTooLong, WorkerFailed
 from maniple.place import Place, settle
 from maniple.place.launch import Launch, find_launch, is_elastic
 from maniple.record import Folder
+from maniple.wire.messages import Joined
 from maniple.wire.posted import FILE, Posted
+from maniple.worker.control import Control
 from maniple.worker.seat import JOIN_S
 
 _LOOK_S = 0.05
 _SAVING_S = 600.0  # for a host that was told to end: a large center takes its time to be written
 _LAST_LINES = 20
+_PART_S = 1.0  # of the time to join, after which one looks whether the host is alive
 
 
 def find_host(place: Place) -> Place:
@@ -37,6 +40,21 @@ def find_host(place: Place) -> Place:
     launch = find_launch(place)
     folder = _host_here(place, launch) if place.rank == 0 else _await_host(place, launch)
     return settle(_seen_from(place, folder))
+
+
+def joined(control: Control, place: Place) -> Joined:
+    """What the host tells a guest of its machine that joins. WorkerFailed if it has ended meanwhile."""
+    assert place.run is not None and place.segment is not None
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return control.join(_PART_S)
+        except HostAway as error:
+            if is_guarded(place.segment) and time.monotonic() < deadline:
+                continue
+            log = Folder(place.run).log("host")
+            words = log.read_text(errors="replace") if log.exists() else ""
+            raise WorkerFailed(f"the host of {place.run} cannot be used: {error}. {_last(words)}") from None
 
 
 def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) -> None:
@@ -54,7 +72,8 @@ def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) ->
         if deadline is None and (has_failed or is_told()):
             if is_elastic():
                 break
-            signal.pidfd_send_signal(host, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(host, signal.SIGTERM)
             deadline = time.monotonic() + _SAVING_S
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -63,20 +82,37 @@ def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) ->
 
 def _host_here(place: Place, launch: Launch) -> Path:
     """The run folder of the host that serves this launch: there is one already, or it is started now."""
-    if (folder := _living(launch)) is None:
+    folder = _begun(launch) if place.restarts else _living(launch)
+    if folder is None:
         folder = _start(place, launch)
-    shown = os.path.relpath(folder)
-    again = f", for the {place.restarts + 1}. time" if place.restarts else ""
+    again = f" (restart {place.restarts})" if place.restarts else ""
     print(
-        f"maniple: {place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder {shown}",
+        f"maniple: {place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
+        f"{os.path.relpath(folder)}",
         file=sys.stderr,
         flush=True,
     )
     return folder
 
 
+def _begun(launch: Launch) -> Path | None:
+    """The host that this worker's predecessor has started, also if it is still beginning."""
+    deadline = time.monotonic() + JOIN_S
+    while (folder := _living(launch)) is None:
+        newest = next(reversed(_folders(launch)), None)
+        if newest is None or (newest / FILE).exists() or time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_S)
+    return folder
+
+
 def _start(place: Place, launch: Launch) -> Path:
-    tie = os.pidfd_open(launch.process)
+    try:
+        tie = os.pidfd_open(launch.process)
+    except ProcessLookupError:
+        raise WorkerFailed(
+            f"{place.launcher}, process {launch.process}, has ended, and this worker was not told to. Start it again."
+        ) from None
     with tempfile.TemporaryFile() as said:  # until it has a folder
         command = [sys.executable, "-m", "maniple.cli", "host", *_words(place, launch), str(tie), *sys.argv]
         try:
@@ -106,24 +142,31 @@ def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[by
         process.kill()
         process.wait()
         said.seek(0)
-        words = said.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         raise WorkerFailed(
             f"the host that worker 0 has started for all workers {how}. Run folders are made in {launch.runs} "
-            "(MANIPLE_RUNS). It said:\n" + "\n".join(f"    {line}" for line in words)
+            f"(MANIPLE_RUNS). {_last(said.read().decode(errors='replace'))}"
         )
+
+
+def _last(words: str) -> str:
+    return "It said:\n" + "\n".join(f"    {line}" for line in words.splitlines()[-_LAST_LINES:])
 
 
 def _words(place: Place, launch: Launch) -> list[str]:
     """How the host is to begin: anew, or going on with a run."""
     run = launch.resume
     if place.restarts:  # its predecessor was killed, or has ended because all seemed to be done
-        run = next((folder for folder in reversed(_folders(launch)) if any(folder.glob("center/snapshot-*"))), run)
-    if run is not None:
-        begin = ["--resume", str(run)]
-    else:
-        begin = ["--runs", str(launch.runs), "--name", _fresh(launch)]
+        run = next(filter(_has_center, reversed(_folders(launch))), run)
+    begin = ["--runs", str(launch.runs), "--name", _fresh(launch)] if run is None else ["--resume", str(run)]
     where = "127.0.0.1:0" if place.local_world == place.world else "0.0.0.0:0"
     return [*begin, place.launcher, str(place.world), where]
+
+
+def _has_center(folder: Path) -> bool:
+    """A run can go on: there is a snapshot, or its memory is still there."""
+    host = Posted.read(folder / FILE)
+    is_in_memory = host is not None and host.is_here and Path(host.segment, "members").exists()
+    return is_in_memory or any(folder.glob("center/snapshot-*"))
 
 
 def _fresh(launch: Launch) -> str:
@@ -145,25 +188,26 @@ def _living(launch: Launch) -> Path | None:
     candidates = _folders(launch) if launch.resume is None else [launch.resume]
     for path in reversed(candidates):
         host = Posted.read(path / FILE)
-        if host is not None and Folder(path).read().get("ended") is None:
-            if not host.is_here or is_guarded(Path(host.segment)):
-                return path.resolve()
+        is_over = Folder(path).read().get("ended") is not None
+        if host is not None and not is_over and (not host.is_here or is_guarded(Path(host.segment))):
+            return path.resolve()
     return None
 
 
 def _await_host(place: Place, launch: Launch) -> Path:
-    deadline = time.monotonic() + place.host_deadline_s
+    deadline, pause_s = time.monotonic() + place.host_deadline_s, _LOOK_S
     while (folder := _living(launch)) is None:
         if time.monotonic() > deadline:
             where = launch.resume or launch.runs / launch.name
             raise WaitedTooLong(
-                f"worker {place.rank} of {place.world} has not found the host that worker 0 starts, within "
-                f"{place.host_deadline_s:g} s: there is none in {where}. Look at what worker 0 has printed. All workers "
-                "must see that folder: on several machines it must lie on a file system that they share (MANIPLE_RUNS); "
-                "else start `maniple serve`, and tell all workers its MANIPLE_ADDRESS. Raise MANIPLE_HOST_DEADLINE if "
-                "worker 0 calls maniple.join() later."
+                f"worker {place.rank} of {place.world} has waited {place.host_deadline_s:g} s for the host that worker "
+                f"0 starts: there is none in {where}. Look at what worker 0 has printed. All workers must see that "
+                "folder: on several machines it must lie on a file system that they share (MANIPLE_RUNS); else start "
+                "`maniple serve`, and set MANIPLE_ADDRESS for all workers. If worker 0 calls maniple.join() later, "
+                "raise MANIPLE_HOST_DEADLINE; rules of the circle need no host: MANIPLE_CENTER=none."
             )
-        time.sleep(_LOOK_S)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 1.0)  # many may look at one file system
     return folder
 
 

@@ -118,12 +118,17 @@ class Near:
         self._control = Control(
             door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
         )
-        self.place = told_place(place, self._control.join(JOIN_S)) if place.is_guest else place
+        self.place = self._told(place) if place.is_guest else place
         self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self._segment.mark(place.rank, LIVE)
         self._control.start()
         who = (self._holder.rank, self._holder.incarnation)
         self._questions = Questions(door, who=lambda: who, count=count, is_over=lambda: self.is_over)
+
+    def _told(self, place: Place) -> Place:
+        from maniple.worker.hosted import joined
+
+        return told_place(place, joined(self._control, place))
 
     @property
     def is_over(self) -> bool:
