@@ -94,16 +94,6 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs as on a machine without the extra `fast`, for tests where it makes no difference how updates are computed.
-
-    Results are the same to the bit, and each worker begins 0.7 s sooner.
-    """
-    paths = [str(Path(__file__).with_name("bare")), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-
-
-@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start `maniple run` with a script; its options come before, its arguments after."""
     runs: list[Run] = []

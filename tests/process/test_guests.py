@@ -1,4 +1,4 @@
-"""Guests: workers that torchrun and mpiexec have started, as they are. Worker 0 hosts, and all is as under `maniple run`."""
+"""Guests: workers that torchrun and mpiexec have started, as they are. Worker 0 hosts them."""
 
 import os
 import re
@@ -41,12 +41,30 @@ COUNT = """
     print(f"[{worker.rank}/{worker.world} near {worker._place.is_near} from {begin:.0f}: {answer}]", flush=True)
 """
 
+CONTROLLER = """
+    import maniple
+
+    class Counter(maniple.Controller):
+        def handle_control(self, request, worker, info):
+            self.state["asked"] = self.state.get("asked", 0) + 1
+            return self.state["asked"]
+"""
+
 
 def launched(folder: Path, script: str, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(textwrap.dedent(script))
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def finished(going: subprocess.Popen[str]) -> str:
+    """What it has said until its end."""
+    try:
+        return going.communicate(timeout=PATIENCE_S)[0]
+    except subprocess.TimeoutExpired:
+        going.kill()
+        pytest.fail(f"no end:\n{going.communicate()[0]}")
 
 
 def mpiexec(workers: int) -> list[str]:
@@ -77,16 +95,17 @@ def the_run(folder: Path) -> Launched:
 
 
 def test_mpiexec_has_a_center_leases_answers_and_a_run_folder(tmp_path, without_numba):
-    settings = {"MANIPLE_RULE": "downpour", "MANIPLE_EVERY": "2", "MANIPLE_VALIDATE_EVERY": "1"}
-    between = "exec 3>&1; python=$1; shift; $python train.py 0.01; exit $?"  # a shell, which has a worker's variables
-    command = [*mpiexec(4), "sh", "-c", between, "sh", sys.executable]
+    (tmp_path / "counter.py").write_text(textwrap.dedent(CONTROLLER))
+    settings = {"MANIPLE_RULE": "downpour", "MANIPLE_EVERY": "2", "MANIPLE_CONTROLLER": "counter.py:Counter"}
+    # A shell in between, which has a worker's variables.
+    command = [*mpiexec(4), "sh", "-c", '"$0" train.py 0.01; exit $?', sys.executable]
     going = launched(tmp_path, COUNT, *command, env=settings)
-    said = going.communicate(timeout=PATIENCE_S)[0]
+    said = finished(going)
     assert going.returncode == 0, said
     run = the_run(tmp_path)
     assert len(re.findall(r"\[\d/4 near True from", said)) == 4, said
     assert f"maniple: mpirun has started 4 workers; worker 0 hosts them, run folder runs/{run.folder.name}\n" in said
-    assert len(re.findall(": validate]", said)) == 1, "the controller is one for all"
+    assert sorted(re.findall(r": (\d)\]", said)) == ["1", "2", "3", "4"], "one controller has answered all"
     assert run.center["seen"].tolist() == [1.0] * 120, "each sample was trained on once"
     assert run.trained == Counter(range(120))
     assert run.description["exit_code"] == 0
@@ -109,7 +128,7 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MANIPLE_RULE": "downpour", "OMP_NUM_THREADS": "1"}
     going = launched(tmp_path, script, *torchrun, "train.py", "0.02", env=env)
-    said = going.communicate(timeout=PATIENCE_S)[0]
+    said = finished(going)
     assert going.returncode == 0, said
     run = the_run(tmp_path)
     assert "maniple: torchrun has started 2 workers (restart 1); worker 0 hosts them" in said
@@ -129,13 +148,13 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
 
 def test_host_saves_and_ends_when_the_launcher_is_killed(tmp_path, without_numba):
     going = launched(tmp_path, COUNT, *mpiexec(2), sys.executable, "train.py", "0.2", env={"MANIPLE_RULE": "downpour"})
-    await_(lambda: (tmp_path / "runs" / "last").exists())
+    await_((tmp_path / "runs" / "last").exists)
     run = the_run(tmp_path)
     for rank in range(2):
         run.await_event(rank, "trained", count=3)
     host = run.await_event("host", "server")
     going.kill()
-    going.communicate(timeout=PATIENCE_S)
+    finished(going)
     await_(lambda: run.description.get("exit_code"))
     assert run.description["exit_code"] == 1
     assert 0 < run.center["seen"].sum() < 120
@@ -154,7 +173,7 @@ def test_run_ends_when_the_worker_that_hosts_fails(tmp_path, without_numba):
     going = launched(
         tmp_path, script, sys.executable, "train.py", env=MPIRUN | {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
     )
-    said = going.communicate(timeout=PATIENCE_S)[0]
+    said = finished(going)
     assert going.returncode == 1
     assert "the data are bad" in said
     run = the_run(tmp_path)
@@ -166,7 +185,7 @@ def failing(folder: Path, rank: int, **env: str) -> str:
     """What one of two workers says that cannot begin."""
     place = MPIRUN | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)}
     going = launched(folder, COUNT, sys.executable, "train.py", "0", env=place | env)
-    said = going.communicate(timeout=PATIENCE_S)[0]
+    said = finished(going)
     assert going.returncode in {1, 2}, said
     return said
 
@@ -176,8 +195,18 @@ def test_host_that_cannot_begin_says_why(tmp_path, without_numba):
     assert "Run folders are made in /dev/null/runs (MANIPLE_RUNS)" in said
     assert "cannot be made: Not a directory" in said
     assert "smoke" in failing(tmp_path, 0, MANIPLE_RULE="smoke")
-    said = failing(tmp_path, 0, MANIPLE_CONTROLLER="nowhere.py:None")
-    assert "cannot be used" in said and "nowhere.py" in said
+    (tmp_path / "bad.py").write_text("raise RuntimeError('out of order')")
+    said = failing(tmp_path, 0, MANIPLE_CONTROLLER="bad.py:Bad", MANIPLE_NAME="bad")
+    assert "cannot be used" in said and "RuntimeError: out of order" in said
+
+
+def test_other_workers_hear_that_the_host_cannot_begin(tmp_path, without_numba):
+    going = launched(tmp_path, COUNT, *mpiexec(3), sys.executable, "train.py", "0", env={"MANIPLE_RULE": "smoke"})
+    said = finished(going)
+    assert going.returncode != 0
+    assert len(re.findall(r"WorkerFailed: the host of .* has ended with exit code 1, before worker \d came", said)) == 2
+    assert said.count("smoke") >= 3, "with its reason"
+    assert the_run(tmp_path).description["exit_code"] == 1
 
 
 def test_worker_says_for_whom_it_has_waited(tmp_path, without_numba):
@@ -191,15 +220,15 @@ def test_worker_says_for_whom_it_has_waited(tmp_path, without_numba):
 def test_guests_of_a_host_that_was_killed_are_resumed_by_their_successors(tmp_path, without_numba):
     """MANIPLE_RESUME goes on with the run, under mpiexec too."""
     going = launched(tmp_path, COUNT, *mpiexec(2), sys.executable, "train.py", "0.2", env={"MANIPLE_RULE": "downpour"})
-    await_(lambda: (tmp_path / "runs" / "last").exists())
+    await_((tmp_path / "runs" / "last").exists)
     run = the_run(tmp_path)
     run.await_event(1, "trained", count=2)
     os.kill(run.events("host", "server")[0]["pid"], signal.SIGKILL)  # it is started again meanwhile
     going.kill()
-    going.communicate(timeout=PATIENCE_S)
+    finished(going)
     await_(lambda: run.description.get("exit_code"))
     again = launched(tmp_path, COUNT, *mpiexec(2), sys.executable, "train.py", "0", env={"MANIPLE_RESUME": "runs/last"})
-    said = again.communicate(timeout=PATIENCE_S)[0]
+    said = finished(again)
     assert again.returncode == 0, said
     assert the_run(tmp_path).description["exit_code"] == 0
     assert set(run.trained) == set(range(120))

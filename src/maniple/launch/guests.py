@@ -41,6 +41,8 @@ class Vigil:
         self._poll.register(guests.tie, select.POLLIN)
         self._alone_since = time.monotonic()
         os.set_inheritable(guests.tie, False)
+        for rank in range(guests.workers):  # also those of a run that goes on: they are new
+            host.expect(rank)
         with host.folder.log("host").open("ab") as log:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)

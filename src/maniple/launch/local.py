@@ -120,8 +120,10 @@ class _Run:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
-                is_alone = self._job.script is None and self._vigil is None  # there is no other end for a host alone
-                exit_code = 0 if is_alone else self._board.exit_code or _INTERRUPTED
+                exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
+                if self._vigil is not None:
+                    self._show()  # has somebody failed?
+                    exit_code = self._board.exit_code or _INTERRUPTED
                 if self._job.script:
                     self._tell(self._view.error, "interrupted: ending the workers and saving the center")
                 else:

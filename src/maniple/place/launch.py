@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ class Launch:
 
     Attributes:
         process: the launcher's process on this machine.
+        started: when it was started, in seconds since 1970.
         runs: where run folders are made.
         name: of the run's folder.
         resume: the folder of a run that they go on with.
     """
 
     process: int
+    started: float
     runs: Path
     name: str
     resume: Path | None = None
@@ -42,6 +45,7 @@ def find_launch(place: Place, env: Mapping[str, str] = os.environ) -> Launch:
     process = _launcher(rank_variable(place.launcher, env).encode())
     return Launch(
         process,
+        _started(process),
         (path_in(env, "MANIPLE_RUNS") or Path("runs")).resolve(),
         env.get("MANIPLE_NAME") or f"{place.launcher}-{_identity(place, env, process)}",
         path_in(env, "MANIPLE_RESUME"),
@@ -99,6 +103,12 @@ def _stat(process: int) -> list[str]:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has just ended
         return ["X", *["0"] * 30]
+
+
+def _started(process: int) -> float:
+    """When a process was started, or a little before."""
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - (up_s - int(_stat(process)[19]) / os.sysconf("SC_CLK_TCK")) - 0.1
 
 
 def _control_port(process: int) -> str | None:

@@ -20,7 +20,7 @@ from typing import IO
 import msgspec
 
 from maniple.center.segment import is_guarded
-from maniple.errors import HostAway, InvalidArgument, WaitedTooLong, WorkerFailed
+from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
 from maniple.place import Place, settle
 from maniple.place.launch import Launch, find_launch, is_elastic
 from maniple.record import Folder
@@ -52,9 +52,7 @@ def joined(control: Control, place: Place) -> Joined:
         except HostAway as error:
             if is_guarded(place.segment) and time.monotonic() < deadline:
                 continue
-            log = Folder(place.run).log("host")
-            words = log.read_text(errors="replace") if log.exists() else ""
-            raise WorkerFailed(f"the host of {place.run} cannot be used: {error}. {_last(words)}") from None
+            raise WorkerFailed(f"the host of {place.run} cannot be used: {error}. {_last_words(place.run)}") from None
 
 
 def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) -> None:
@@ -142,13 +140,30 @@ def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[by
         process.kill()
         process.wait()
         said.seek(0)
+        words = said.read()
+        _note_failure(launch, words)
         raise WorkerFailed(
             f"the host that worker 0 has started for all workers {how}. Run folders are made in {launch.runs} "
-            f"(MANIPLE_RUNS). {_last(said.read().decode(errors='replace'))}"
+            f"(MANIPLE_RUNS). {_last(words)}"
         )
 
 
-def _last(words: str) -> str:
+def _note_failure(launch: Launch, words: bytes) -> None:
+    """Let the other workers know, who wait: the run has ended before it began."""
+    if launch.resume is None:
+        with suppress(ManipleError, OSError):
+            folder = Folder.create(launch.runs, _fresh(launch))
+            folder.log("host").write_bytes(words)
+            folder.describe(started=launch.started, ended=time.time(), exit_code=WorkerFailed.exit_code)
+
+
+def _last_words(run: Path) -> str:
+    log = Folder(run).log("host")
+    return _last(log.read_bytes() if log.exists() else b"")
+
+
+def _last(said: bytes) -> str:
+    words = said.decode(errors="replace")
     return "It said:\n" + "\n".join(f"    {line}" for line in words.splitlines()[-_LAST_LINES:])
 
 
@@ -197,6 +212,7 @@ def _living(launch: Launch) -> Path | None:
 def _await_host(place: Place, launch: Launch) -> Path:
     deadline, pause_s = time.monotonic() + place.host_deadline_s, _LOOK_S
     while (folder := _living(launch)) is None:
+        _mind_end(place, launch)
         if time.monotonic() > deadline:
             where = launch.resume or launch.runs / launch.name
             raise WaitedTooLong(
@@ -209,6 +225,19 @@ def _await_host(place: Place, launch: Launch) -> Path:
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, 1.0)  # many may look at one file system
     return folder
+
+
+def _mind_end(place: Place, launch: Launch) -> None:
+    """Raise WorkerFailed if the host of this launch has ended already; one that is started again may have another."""
+    newest = next(reversed(_folders(launch)), None)
+    if newest is None or place.restarts or launch.resume is not None:
+        return
+    about = Folder(newest).read()
+    if isinstance(about.get("ended"), float) and about["ended"] > launch.started:
+        raise WorkerFailed(
+            f"the host of {newest} has ended with exit code {about.get('exit_code')}, before worker {place.rank} came. "
+            f"{_last_words(newest)}"
+        )
 
 
 def _seen_from(place: Place, path: Path) -> Place:
