@@ -82,10 +82,10 @@ def take_seat(place: Place, count: Count) -> Seat | None:
 
 
 def told_place(place: Place, told: "Joined") -> Place:
-    """A worker's place with what its host has told when it joined."""
+    """A worker's place with what its host has told when it joined; a guest knows from its launcher how many they are."""
     return place.told(
         rank=told.rank,
-        world=told.world,
+        world=place.world if place.is_guest else told.world,
         seed=told.seed,
         rule=told.rule or None,
         pace=told.pace or None,
