@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.conftest import require
 from tests.contract.circle_ranks import find_mpiexec
@@ -21,19 +22,23 @@ pytestmark = pytest.mark.process
 
 MPIRUN = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}  # what mpiexec tells each of two workers of one machine
 
-# Each sample adds 1 to one element: with Downpour the center counts how often each was trained on.
+# Each sample adds 1 to one element: the first center counts how often each was trained on. The second is a model,
+# trained by the rule that was asked for, EASGD by default.
 COUNT = """
     import os, sys, time
     import numpy as np
     import maniple
 
     worker = maniple.join()
-    model = {"seen": np.zeros(120)}
-    replica = worker.share(model)
-    begin = model["seen"].sum()
+    counts, model = {"seen": np.zeros(120)}, {"w": np.zeros(8)}
+    replica = worker.share(counts, rule=maniple.Downpour())
+    trained = worker.share(model)
+    begin = counts["seen"].sum()
     for batch in worker.sampler(120, chunk=10).batches(5):
-        model["seen"][batch] += 1
+        counts["seen"][batch] += 1
         replica.step()
+        model["w"] += 0.5 * (1 - model["w"])
+        trained.step()
         worker.record("trained", samples=[int(i) for i in batch])
         worker.log(loss=1.0)
         time.sleep(float(sys.argv[1]))
@@ -86,6 +91,11 @@ class Launched(Run):
         rows = [row for path in paths for row in self.events(int(path.stem[7:]), "trained")]
         return Counter(i for row in rows for i in row["samples"])
 
+    @property
+    def learned(self) -> float:
+        """How far the model has come, from 0 to 1."""
+        return float(load_file(self.folder / "center" / "center-1.safetensors")["w"].min())
+
 
 def the_run(folder: Path) -> Launched:
     """The one run that there is."""
@@ -96,7 +106,7 @@ def the_run(folder: Path) -> Launched:
 
 def test_mpiexec_has_a_center_leases_answers_and_a_run_folder(tmp_path, without_numba):
     (tmp_path / "counter.py").write_text(textwrap.dedent(CONTROLLER))
-    settings = {"MANIPLE_RULE": "downpour", "MANIPLE_EVERY": "2", "MANIPLE_CONTROLLER": "counter.py:Counter"}
+    settings = {"MANIPLE_EVERY": "2", "MANIPLE_CONTROLLER": "counter.py:Counter"}
     # A shell in between, which has a worker's variables.
     command = [*mpiexec(4), "sh", "-c", '"$0" train.py 0.01; exit $?', sys.executable]
     going = launched(tmp_path, COUNT, *command, env=settings)
@@ -110,9 +120,11 @@ def test_mpiexec_has_a_center_leases_answers_and_a_run_folder(tmp_path, without_
     assert run.trained == Counter(range(120))
     assert run.description["exit_code"] == 0
     asked = run.description["asked"]
-    assert (asked["workers"], asked["launcher"], asked["rule"], asked["pace"]) == (4, "mpirun", "downpour", "every:2")
+    assert (asked["workers"], asked["launcher"], asked["pace"]) == (4, "mpirun", "every:2")
     assert (asked["script"], asked["args"]) == (str(tmp_path / "train.py"), ["0.01"])
-    assert [row["pace"] for rank in range(4) for row in run.events(rank, "share")] == ["Every(2)"] * 4
+    shared = [(row["rule"].partition("(")[0], row["pace"]) for rank in range(4) for row in run.events(rank, "share")]
+    assert shared == [("Downpour", "Every(2)"), ("EASGD", "Every(2)")] * 4
+    assert run.learned > 0.3
     assert all(run.events(rank, "leave") for rank in range(4))
     assert [row["unfinished"] for row in run.events("host", "sampled")] == [0]
 
@@ -126,7 +138,7 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
             os.kill(os.getpid(), 9)""",
     )
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MANIPLE_RULE": "downpour", "OMP_NUM_THREADS": "1"}
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     going = launched(tmp_path, script, *torchrun, "train.py", "0.02", env=env)
     said = finished(going)
     assert going.returncode == 0, said
@@ -134,6 +146,7 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
     assert "maniple: torchrun has started 2 workers (restart 1); worker 0 hosts them" in said
     begun = [float(value) for value in re.findall(r"\[\d/2 near True from (\d+): ", said)]
     assert len(begun) == 2 and min(begun) > 0, "they go on from the center"
+    assert run.learned > 0.3
     assert len(run.events("host", "start")) == 1, "it is the same host"
     assert [row["event"] for row in run.events("server") if row.get("worker") == 1] == [
         "joined", "lost", "restarted", "left",

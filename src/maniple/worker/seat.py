@@ -82,7 +82,7 @@ def take_seat(place: Place, count: Count) -> Seat | None:
 
 
 def told_place(place: Place, told: "Joined") -> Place:
-    """A worker's place with what its host has told when it joined; a guest knows from its launcher how many they are."""
+    """A worker's place with what its host has told when it joined; guests know their number by themselves."""
     return place.told(
         rank=told.rank,
         world=place.world if place.is_guest else told.world,
