@@ -219,10 +219,21 @@ class _Run:
             which = f"restart {process.restarts} of {self._job.restarts}"
             self._say(f"worker {process.rank} {reason(exit_code)}: {which}")
             return
+        if process.is_cut_off(exit_code) and not all(
+            other.is_done for other in self._processes if other is not process
+        ):
+            self._go_on_without(process)
+            return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
         raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
+
+    def _go_on_without(self, process: Process) -> None:
+        process.give_up()
+        self._board.mark(process.rank, "lost")
+        self._host.events.write("given up", worker=process.rank, node=self._job.node(process.rank))
+        self._say(f"worker {process.rank}: {self._job.node(process.rank)} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""

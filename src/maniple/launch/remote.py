@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+FAILURE_OF_SSH = 255  # ssh ends with this, or as what it has started
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     orders = open(0, "rb", buffering=0)
     process = _start(json.loads(orders.readline()))
     exit_code = _watch(process, orders)
-    sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
+    sys.exit(min(exit_code if exit_code >= 0 else 128 - exit_code, FAILURE_OF_SSH - 1))
 
 
 def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":

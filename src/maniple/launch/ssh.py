@@ -48,6 +48,10 @@ class Remote(Process):
         else:
             self.write(b"SIGTERM\n")
 
+    def is_cut_off(self, exit_code: int) -> bool:
+        """It had worked, and then its machine, or the way there, was gone: a failure of ssh, and not of the script."""
+        return self._has_joined and exit_code == remote.FAILURE_OF_SSH
+
     def _asked(self) -> dict[str, object]:
         place = self.place
         certificate = place.certificate.read_text() if place.certificate else None
