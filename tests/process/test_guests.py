@@ -154,7 +154,7 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
     assert set(run.trained) == set(range(120)), "what the dead one had taken went to another"
     seen = run.center["seen"]
     assert seen.min() >= 1
-    assert seen.sum() <= 120 + 10, "only what one lease of the dead one had is trained on twice"
+    assert seen.sum() <= 120 + 2 * 20, "only what the two had of leases that were not finished is trained on twice"
     assert [row["unfinished"] for row in run.events("host", "sampled")] == [0]
     assert run.description["exit_code"] == 0
 

@@ -6,18 +6,16 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.launch.beginning import begin, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, split_cores, thread_variables
-from maniple.launch.meeting import meeting_point
-from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.server import Server, hopeless
@@ -25,8 +23,7 @@ from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
-from maniple.place import Place, asked_threads, shared_memory
-from maniple.record.folder import fresh_name
+from maniple.place import asked_threads
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -48,14 +45,7 @@ def run_local(job: Job) -> int:
 
 
 def _begin(job: Job) -> "_Run":
-    if (run := job.resume) is not None:
-        job = remembered(job, run)
-        # A host alone is often started by a machine, which cannot choose between snapshots.
-        falls_back = job.script is None
-        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
-    else:
-        name = job.name or fresh_name(job.runs, job.script or Path("host"))
-        host = Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
+    job, host = begin(job)
     try:
         return _Run(job, host)
     except BaseException:
@@ -68,24 +58,7 @@ class _Run:
 
     def __init__(self, job: Job, host: Host) -> None:
         self._job, self._host = job, host
-        place = Place(
-            world=job.world,
-            run=host.folder.path,
-            segment=host.segment.path,
-            rule=job.rule,
-            pace=job.pace,
-            seed=job.settled_seed,
-            wire=job.wire,
-            host_deadline_s=job.host_deadline_s,
-            launcher=job.launcher,
-            circle=job.circle,
-            circle_deadline_s=job.circle_deadline_s,
-            deterministic=job.deterministic,
-            master=meeting_point(job),
-            limits=job.limits,
-            controller=job.controller,
-            controller_args=job.controller_args,
-        )
+        place = place_of(job, host)
         self._gate = Gate(host, job.listen, place)
         self._server = Server(host, self._gate)
         reach = self._gate.place.told(key=None)
