@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from maniple.center.segment import LEFT, NEVER
 from maniple.errors import WorkerFailed
 from maniple.host import Host
+from maniple.record import read_events
 
 _PATIENCE_S = 60.0  # for workers that have not come yet, or may be started again
 
@@ -36,7 +37,7 @@ class Vigil:
     """
 
     def __init__(self, guests: Guests, host: Host) -> None:
-        self._guests, self._segment = guests, host.segment
+        self._guests, self._segment, self._folder = guests, host.segment, host.folder
         self._poll = select.poll()
         self._poll.register(guests.tie, select.POLLIN)
         self._alone_since = time.monotonic()
@@ -68,6 +69,16 @@ class Vigil:
                 f"of {self._guests.workers} workers of {self._guests.launcher}, {len(missing)} have not come to their "
                 f"end: {who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
             )
+
+    def exit_code(self) -> int:
+        """What the error of a worker that has failed asks for; 0 if none has, that was not started again."""
+        codes = [self._failure(rank) for rank, state in enumerate(self._states) if state != LEFT]
+        return next(filter(None, codes), 0)
+
+    def _failure(self, rank: int) -> int:
+        path = self._folder.events(rank)
+        rows = [row for row in read_events(path) if row["event"] in {"join", "failed"}] if path.exists() else []
+        return rows[-1].get("exit_code", 0) if rows else 0
 
     @property
     def _is_launcher_gone(self) -> bool:

@@ -95,8 +95,7 @@ class _Run:
             except KeyboardInterrupt:
                 exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
                 if self._vigil is not None:
-                    self._show()  # has somebody failed?
-                    exit_code = self._board.exit_code or _INTERRUPTED
+                    exit_code = self._vigil.exit_code() or _INTERRUPTED
                 if self._job.script:
                     self._tell(self._view.error, "interrupted: ending the workers and saving the center")
                 else:
