@@ -99,16 +99,6 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs as on a machine without the extra `fast`, for tests where it makes no difference how updates are computed.
-
-    Results are the same to the bit, and each worker begins with a second less of work, with torch two and a half.
-    """
-    for name, value in BARE.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
     """Makes file systems in memory, of a few pages."""
     made: list[Path] = []

@@ -332,7 +332,7 @@ def test_deterministic_runs_are_the_same_to_the_bit(run: Any, tmp_path: Path, ci
             launcher = find_mpiexec()
             require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
             (tmp_path / "script.py").write_text(textwrap.dedent(REPEAT))
-            env = os.environ | {"MANIPLE_DETERMINISTIC": "1"}
+            env = os.environ | {"MANIPLE_DETERMINISTIC": "1", "MANIPLE_CIRCLE": "mpi"}
             command = [str(launcher), "-n", "2", sys.executable, "script.py"]
             done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
             assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """One script with a rule of the circle, under every launcher: the same numbers, and an end without leave()."""
 
+import json
 import os
 import re
 import subprocess
@@ -68,23 +69,37 @@ def test_maniple_run_gives_the_circle_torch_a_place_to_meet(run):
     assert_numbers("".join(going.log(rank) for rank in range(3)), 3)
 
 
-def test_torchrun_starts_a_circle_as_it_is(tmp_path):
+def test_torchrun_starts_a_circle_as_it_is(tmp_path, monkeypatch):
     require("torch", find_spec("torch") is not None, "no torch")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert_numbers(called(tmp_path, *torchrun, "train.py"), 2)
+    monkeypatch.setenv("MANIPLE_CIRCLE", "torch")
+    said = called(tmp_path, *torchrun, "train.py")
+    assert "2 workers meet in the circle torch (torchrun)" in said
+    assert_numbers(said, 2)
 
 
 def test_mpiexec_starts_a_circle_as_it_is(tmp_path):
     launcher = find_mpiexec()
     require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
-    assert_numbers(called(tmp_path, str(launcher), "-n", "4", sys.executable, "train.py"), 4)
+    said = called(tmp_path, str(launcher), "-n", "4", sys.executable, "train.py")
+    assert "4 workers meet in the circle shared (mpirun)" in said
+    assert_numbers(said, 4)
+    (last,) = (tmp_path / "runs").glob("mpirun-*")
+    assert json.loads((last / "run.json").read_text())["exit_code"] == 0
 
 
-def test_rules_of_the_center_are_refused_there(tmp_path):
+def test_without_a_host_there_is_a_circle_but_no_center(tmp_path, monkeypatch):
+    launcher = find_mpiexec()
+    require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
+    monkeypatch.setenv("MANIPLE_CENTER", "none")
+    said = called(tmp_path, str(launcher), "-n", "2", sys.executable, "train.py")
+    assert "2 workers meet in the circle mpi" in said
+    assert_numbers(said, 2)
+    assert not (tmp_path / "runs").exists()
     (tmp_path / "train.py").write_text(SCRIPT.replace("BSP", "EASGD"))
     env = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "4"}
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode != 0
-    assert "mpirun has started 4 workers, but maniple has no center for them" in done.stderr
+    assert "were told to have none (MANIPLE_CENTER=none)" in done.stderr

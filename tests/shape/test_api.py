@@ -140,10 +140,11 @@ SETTINGS = [
                 "-n",
             ],
         ),
+        ("host", [*SETTINGS, "--listen"]),
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["doctor", "join", "record", "run", "serve"]
+    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve"]
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"

@@ -92,6 +92,7 @@ def test_what_was_asked_for_is_written_down():
         "session": None,
         "args": ["a"],
         "workers": 2,
+        "launcher": "maniple",
         "rule": "easgd",
         "pace": "every:5",
         "devices": ["cpu"],

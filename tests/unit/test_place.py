@@ -1,5 +1,7 @@
 """The place: what the launcher writes into the environment is what the worker finds."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,16 @@ from maniple.place import (
     inherited,
     joining,
     personal_settings,
-    refuse_center,
     set_by_person,
     setting_variable,
+    settle,
     shared_memory,
 )
 from maniple.place.center import Kept, asked_kept
 from maniple.worker.seat import take_seat
+from maniple.place.launch import find_launch
+from maniple.rules import BSP, EASGD
+from maniple.worker.asked import check_center
 
 WORD = st.none() | st.text("abc:=0.5,", min_size=1)
 PLACES = st.builds(
@@ -113,11 +118,61 @@ def test_workers_of_a_step_meet_on_its_first_node(nodes, first):
 
 
 def test_another_launcher_s_workers_get_no_center_instead_of_one_each():
-    place = find({"RANK": "1", "WORLD_SIZE": "4"})
-    with pytest.raises(InvalidArgument, match=r"torchrun has started 4 workers.*maniple run -n 4"):
-        refuse_center(place)
-    refuse_center(find({}))
-    refuse_center(Place(segment=Path("/dev/shm/maniple-1"), launcher="maniple", world=4))
+    place = find({"RANK": "1", "WORLD_SIZE": "4", "MANIPLE_CENTER": "none"})
+    with pytest.raises(InvalidArgument, match=r"EASGD.*4 workers of torchrun.*MANIPLE_CENTER=none.*rule of the circle"):
+        check_center(place, EASGD())
+    check_center(place, BSP())
+    check_center(find({}), EASGD())
+    check_center(Place(segment=Path("/dev/shm/maniple-1"), launcher="torchrun", world=4), EASGD())
+
+
+def test_workers_of_torchrun_know_that_they_were_started_again():
+    env = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert (find(env).restarts, find(env).launcher) == (2, "torchrun")
+    assert find(env | {"RAY_RAYLET_PID": "7"}).launcher == "ray"
+
+
+TORCHRUN = "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500"
+SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_JOB_ID=17"
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        (f"{TORCHRUN} TORCHELASTIC_RUN_ID=my/job", "torchrun-my-job"),
+        (f"{TORCHRUN} TORCHELASTIC_RUN_ID=none", "torchrun-n1-29500"),
+        (f"{SRUN} SLURM_STEP_ID=3", "srun-17-3"),
+        (f"{SRUN} SLURM_STEP_ID=0 SLURM_RESTART_COUNT=1", "srun-17-0-1"),
+        ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 "
+         "PMIX_NAMESPACE=prterun-n1-77@1", "mpirun-prterun-n1-77-1"),
+        (f"{TORCHRUN} TORCHELASTIC_RUN_ID=x MANIPLE_NAME=mine", "mine"),
+    ],
+)  # fmt: skip
+def test_all_workers_of_a_launch_agree_on_the_name_of_their_run(env, name):
+    variables = dict(word.split("=") for word in env.split())
+    assert find_launch(find(variables), variables).name == name
+
+
+def test_workers_of_one_machine_know_their_launch_by_the_launcher_s_process():
+    env = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    launch = find_launch(find(env), env)
+    assert launch.name == find_launch(find(env | {"PMI_RANK": "1"}), env | {"PMI_RANK": "1"}).name
+    assert launch.process == os.getppid()
+    assert re.fullmatch(rf"mpirun-{os.getppid()}-\d+", launch.name)
+
+
+def test_workers_who_cannot_agree_on_a_name_are_asked_for_one():
+    env = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    with pytest.raises(InvalidArgument, match=r"mpirun has started 2 workers on several machines.*MANIPLE_NAME"):
+        find_launch(find(env), env)
+
+
+def test_what_a_worker_has_found_out_is_its_place_from_then_on(monkeypatch):
+    monkeypatch.setattr("maniple.place._settled", [])
+    place = settle(Place(rank=1, world=2, segment=Path("/dev/shm/maniple-1"), launcher="mpirun"))
+    assert find() == place
+    assert find({}).is_alone
+    assert find(address="a:1").address == "a:1"
 
 
 def test_circle_that_does_not_exist_is_refused():

@@ -6,7 +6,7 @@ from maniple.contracts import Circle
 from maniple.errors import InvalidArgument
 from maniple.place import CIRCLES, Place
 
-_BY_LAUNCHER = {"torchrun": "torch", "srun": "torch", "mpirun": "mpi"}
+_BY_LAUNCHER = {"torchrun": "torch", "srun": "torch", "mpirun": "mpi", "ray": "torch"}  # on several machines
 
 
 def choose_circle(place: Place) -> str:
@@ -14,7 +14,7 @@ def choose_circle(place: Place) -> str:
     if place.circle is not None:
         _check(place, place.circle)
         return place.circle
-    if place.address is not None and not place.is_near and place.launcher != "maniple":
+    if place.address is not None and not place.is_near and not place.launcher:
         raise InvalidArgument(
             f"a worker that joins {place.address} by itself cannot enter the circle of those who were started "
             "together, whose memory it does not share. Choose a rule of the center (easgd, asgd, downpour), or start "
@@ -22,8 +22,7 @@ def choose_circle(place: Place) -> str:
         )
     if place.world == 1 and not place.is_near:
         return "alone"
-    if (chosen := _BY_LAUNCHER.get(place.launcher)) is None:
-        chosen = "shared" if _is_one_machine(place) else "torch"
+    chosen = "shared" if _is_one_machine(place) else _BY_LAUNCHER.get(place.launcher, "torch")
     _check(place, chosen)
     return chosen
 
@@ -62,7 +61,7 @@ def _check(place: Place, circle: str) -> None:
         )
     if circle == "torch" and importlib.util.find_spec("torch") is None:
         raise InvalidArgument("the circle torch needs PyTorch, which is not installed: pip install 'maniple[torch]'.")
-    if circle == "mpi" and place.launcher in {"", "maniple", "torchrun"} and place.world > 1:
+    if circle == "mpi" and place.launcher in {"", "maniple", "torchrun", "ray"} and place.world > 1:
         raise InvalidArgument(
             f"the circle mpi needs workers that MPI has started, but these {place.world} were started by "
             f"{place.launcher or 'a person'}. Start them by `mpirun -n {place.world} python SCRIPT`."

@@ -93,7 +93,7 @@ class Control:
                     rows.write(new)
             within_s, reason = self._desk.beat(who, beat.steps, beat.samples)
             if beat.is_last:
-                self._members.leave(worker)
+                self._members.leave(worker, is_early=beat.is_early)
                 self._desk.forget(worker)
                 self._turns.forget(worker, self._segment)
             if is_over():

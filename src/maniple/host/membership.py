@@ -10,10 +10,13 @@ from maniple.wire.stream import Stream
 
 
 class Membership:
-    """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts."""
+    """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts.
 
-    def __init__(self, segment: Segment, events: Events, reserved: int) -> None:
-        self._segment, self._events, self._reserved = segment, events, reserved
+    `are_guests`: that launcher is another one, and does not tell what becomes of them.
+    """
+
+    def __init__(self, segment: Segment, events: Events, reserved: int, *, are_guests: bool = False) -> None:
+        self._segment, self._events, self._reserved, self._are_guests = segment, events, reserved, are_guests
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
@@ -23,7 +26,8 @@ class Membership:
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
-        expected = [rank for rank in range(self._reserved, MAX_WORKERS) if self._segment.state(rank) == LIVE]
+        first = 0 if self._are_guests else self._reserved
+        expected = [rank for rank in range(first, MAX_WORKERS) if self._segment.state(rank) == LIVE]
 
         def look() -> None:
             with self._lock:
@@ -54,7 +58,8 @@ class Membership:
         with self._lock:
             is_known = worker in self._ranks
             rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said.rank)
-            if not is_known and rank != said.rank:
+            is_guest = self._are_guests and is_ours and not said.is_back  # whom nobody has announced
+            if not is_known and (rank != said.rank or is_guest):
                 self._segment.renew(rank)
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
                 self._segment.mark(rank, LIVE)
@@ -87,13 +92,13 @@ class Membership:
         self._beats[worker] = max(beat, self._beats.get(worker, 0))
         return is_news
 
-    def leave(self, worker: str) -> None:
-        """A worker has said goodbye."""
+    def leave(self, worker: str, *, is_early: bool) -> None:
+        """A worker has said goodbye; a guest that goes early may be started again."""
         with self._lock:
             self._speakers.pop(worker, None)
             rank = self._ranks.pop(worker, -1)
             if rank >= 0 and self._segment.is_live(rank, self._incarnations.pop(worker)):
-                self._segment.mark(rank, LEFT)
+                self._segment.mark(rank, DEAD if is_early and self._are_guests else LEFT)
         self._events.write("left", worker=rank, live=self.live)
 
     def lose(self, worker: str, stream: Stream, reason: str, *, is_silent: bool) -> None:
@@ -107,7 +112,7 @@ class Membership:
             del self._speakers[worker]
             rank = self._ranks[worker]
             # The launcher may have started a successor meanwhile, who lives; and one who has left stays so.
-            counts = is_silent or worker not in self._near
+            counts = is_silent or self._are_guests or worker not in self._near
             if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)

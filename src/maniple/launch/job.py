@@ -12,6 +12,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
+from maniple.launch.guests import Guests
 from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.spec import arguments, split
 from maniple.wire.codecs import codec
@@ -55,6 +56,7 @@ class Job:
     producers: int = 1  # how many copies of each
     model: str | None = None  # FILE.py:CLASS, trained by the loop that is ours; then `script` is the file
     model_args: tuple[str, ...] = ()  # NAME=VALUE
+    guests: Guests | None = None  # workers of another launcher, for whom this is a host alone
     snapshot_epochs: int | None = None  # keep a snapshot after so many epochs of the model; None: as the class says
 
     def check(self) -> None:
@@ -132,11 +134,13 @@ class Job:
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, to be written down."""
+        program = [*((self.script, *self.args) if self.script else self.guests.program if self.guests else ())]
         return {
-            "script": str(self.script.resolve()) if self.script else None,
+            "script": str(Path(program[0]).resolve()) if program else None,
             "session": str(self.session.resolve()) if self.session else None,
-            "args": list(self.args),
-            "workers": self.workers,
+            "args": list(program[1:]),
+            "workers": self.world,
+            "launcher": self.launcher,
             "rule": self.rule,
             "pace": self.pace,
             "devices": list(self.devices),
@@ -181,6 +185,16 @@ class Job:
     def settled_seed(self) -> int:
         """The seed that was asked for, or the usual one."""
         return DEFAULT_SEED if self.seed is None else self.seed
+
+    @property
+    def world(self) -> int:
+        """How many workers have a rank from the beginning."""
+        return self.workers if self.guests is None else self.guests.workers
+
+    @property
+    def launcher(self) -> str:
+        """Who starts them."""
+        return "maniple" if self.guests is None else self.guests.launcher
 
     @property
     def workers_per_node(self) -> int:

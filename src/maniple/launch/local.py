@@ -6,18 +6,17 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.launch.beginning import begin, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.cores import divide_cores
 from maniple.launch.death import last_lines, last_words, reason, short
+from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
-from maniple.launch.meeting import meeting_point
-from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.server import Server, hopeless
@@ -25,9 +24,8 @@ from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
-from maniple.place import Place, asked_threads, shared_memory
+from maniple.place import asked_threads
 from maniple.place.machine import visible_gpus
-from maniple.record.folder import fresh_name
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -49,14 +47,7 @@ def run_local(job: Job) -> int:
 
 
 def _begin(job: Job) -> "_Run":
-    if (run := job.resume) is not None:
-        job = remembered(job, run)
-        # A host alone is often started by a machine, which cannot choose between snapshots.
-        falls_back = job.script is None
-        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
-    else:
-        name = job.name or fresh_name(job.runs, job.script or Path("host"))
-        host = Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
+    job, host = begin(job)
     try:
         return _Run(job, host)
     except BaseException:
@@ -69,24 +60,7 @@ class _Run:
 
     def __init__(self, job: Job, host: Host) -> None:
         self._job, self._host = job, host
-        place = Place(
-            world=job.workers,
-            run=host.folder.path,
-            segment=host.segment.path,
-            rule=job.rule,
-            pace=job.pace,
-            seed=job.settled_seed,
-            wire=job.wire,
-            host_deadline_s=job.host_deadline_s,
-            launcher="maniple",
-            circle=job.circle,
-            circle_deadline_s=job.circle_deadline_s,
-            deterministic=job.deterministic,
-            master=meeting_point(job),
-            limits=job.limits,
-            controller=job.controller,
-            controller_args=job.controller_args,
-        )
+        place = place_of(job, host)
         self._gate = Gate(host, job.listen, place)
         self._server = Server(host, self._gate)
         reach = self._gate.place.told(key=None)
@@ -104,6 +78,7 @@ class _Run:
         self._board = Board(host.folder, job.workers)
         self._view = open_view(quiet=job.quiet)
         self._stopping = Stopping()
+        self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
@@ -122,6 +97,8 @@ class _Run:
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
                 exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
+                if self._vigil is not None:
+                    exit_code = self._vigil.exit_code() or _INTERRUPTED
                 if self._job.script:
                     self._tell(self._view.error, "interrupted: ending the workers and saving the center")
                 else:
@@ -134,8 +111,9 @@ class _Run:
         return exit_code
 
     def _greet(self) -> None:
-        who = count(self._job.workers, "worker") if self._job.script else "a host alone"
+        who = count(self._job.world, "worker") if self._job.world else "a host alone"
         who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
+        who += "" if self._job.guests is None else f" of {self._job.launcher}"
         self._say(f"{who}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
@@ -168,7 +146,9 @@ class _Run:
                 self._producers.blame(at_once=False)
                 self._show()
         self._producers.blame()
-        if not self._host.has_joined:
+        if self._vigil is not None:
+            self._vigil.check()
+        elif not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
                 "apart, and there is no center. Add `worker = maniple.join()` and `worker.share(model, optimizer)`."
@@ -176,6 +156,8 @@ class _Run:
 
     def _is_done(self) -> bool:
         """All workers have ended, those of other machines too. A host alone goes on until it is told to end."""
+        if self._vigil is not None:
+            return self._vigil.is_over
         if self._job.script is None or not all(process.is_done for process in self._processes):
             return False
         return self._host.segment.live == 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument
-from maniple.place.center import asked_center
+from maniple.place.center import CENTERS, asked_center
 from maniple.place.launchers import meeting_point, started_by
-from maniple.place.variables import flag, number, path_in, seconds
+from maniple.place.limits import Limits, asked_limits
+from maniple.place.variables import choice, flag, number, path_in, seconds
 
 DEFAULT_SEED = 1
 HOST_DEADLINE_S = 600.0
@@ -36,23 +37,7 @@ THREAD_VARIABLES = (
 # Variables of a place that mean something else than the option with that name.
 _NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
 
-
-@dataclass(frozen=True)
-class Limits:
-    """When the controller lets everybody validate and stop; 0 is never."""
-
-    max_batches: int = 0  # over all workers
-    max_epochs: int = 0
-    total_duration: float = 0.0  # seconds
-    validate_every: int = 0  # batches, over all workers
-    patience: int = 0  # validations that bring nothing better
-
-    def check(self) -> None:
-        """Raise InvalidArgument if it makes no sense."""
-        for name, value in asdict(self).items():
-            if not 0 <= value < 1e15:
-                option = name.replace("_", "-")
-                raise InvalidArgument(f"--{option} {value} is no limit. Give a number above 0, or leave it out.")
+_settled: list["Place"] = []
 
 
 @dataclass(frozen=True)
@@ -80,8 +65,8 @@ class Place:
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
-    launcher: str = ""  # who started this process: maniple, torchrun, mpirun, srun; "": a person
-    center: str | None = None  # the engine that holds the center where no host does: mpi
+    launcher: str = ""  # who started this process: maniple, torchrun, mpirun, srun, ray; "": a person
+    center: str = CENTERS[0]  # who has the center of another launcher's workers, one of CENTERS
     circle: str | None = None  # the engine that was asked for, one of CIRCLES
     circle_deadline_s: float = CIRCLE_DEADLINE_S  # for so long a worker waits for the others in a round
     deterministic: bool = False  # two runs make the same, to the bit
@@ -89,6 +74,16 @@ class Place:
     producer: int = -1  # of a producer: which of its feed it is; -1: not told
     producers: int = 1  # of how many
     producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
+
+    @property
+    def is_guest(self) -> bool:
+        """Another launcher than maniple has started this worker together with others."""
+        return self.launcher not in {"", "maniple"}
+
+    @property
+    def is_hosting(self) -> bool:
+        """This is the guest that starts the host of all."""
+        return self.is_guest and self.rank == 0 and self.segment is not None
 
     @property
     def is_near(self) -> bool:
@@ -145,6 +140,8 @@ def _variables(place: Place) -> dict[str, Any]:
 
 def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> Place:
     """The place that the environment describes; an `address` given stands before it."""
+    if _settled and env is os.environ and address is None:
+        return _settled[-1]
     segment = None if address else env.get("MANIPLE_SEGMENT")
     address = address or env.get("MANIPLE_ADDRESS")
     if segment is None and address is None:
@@ -180,6 +177,12 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         producers=number(env, "MANIPLE_PRODUCERS", 1),
         producer_number=number(env, "MANIPLE_PRODUCER_NUMBER", -1),
     )
+
+
+def settle(place: Place) -> Place:
+    """This process has found out about its place what its variables do not tell: `find` tells it from now on."""
+    _settled.append(place)
+    return place
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -239,16 +242,6 @@ def _is_worker(env: Mapping[str, str]) -> bool:
     return "MANIPLE_RESTARTED" in env
 
 
-def refuse_center(place: Place) -> None:
-    """Raise InvalidArgument where workers of another launcher would each get a center of their own."""
-    if place.launcher not in {"", "maniple"} and place.center is None:
-        raise InvalidArgument(
-            f"{place.launcher} has started {place.world} workers, but maniple has no center for them: {place.world} "
-            f"separate models would be trained. Start the script with `maniple run -n {place.world} SCRIPT`, choose a "
-            "rule of the circle, or unset the launcher's variables (RANK and WORLD_SIZE, say) to train alone."
-        )
-
-
 def _found_elsewhere(env: Mapping[str, str]) -> Place:
     """The place of a process that maniple has not started."""
     alone = Place(
@@ -259,9 +252,10 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
+        host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
     )
     started = started_by(env)
-    if started is None and alone.center is None:
+    if started is None and alone.center != "mpi":
         return alone
     wishes = {name: env.get(f"MANIPLE_{name.upper()}") for name in ("rule", "pace", "wire")}
     return alone.told(**(asdict(started) if started else {}), **wishes)
@@ -269,10 +263,7 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
 
 def asked_circle(env: Mapping[str, str] = os.environ) -> str | None:
     """The engine of the circle that the environment asks for."""
-    circle = env.get("MANIPLE_CIRCLE") or None
-    if circle is not None and circle not in CIRCLES:
-        raise InvalidArgument(f"MANIPLE_CIRCLE={circle!r} is no circle (one of {', '.join(CIRCLES)}). Unset it.")
-    return circle
+    return choice(env, "MANIPLE_CIRCLE", CIRCLES)
 
 
 def _token(env: Mapping[str, str]) -> str | None:
@@ -285,16 +276,3 @@ def _token(env: Mapping[str, str]) -> str | None:
         raise InvalidArgument(
             f"the token file {path} cannot be read: {error.strerror}. It is `token` in the run folder."
         ) from None
-
-
-def asked_limits(env: Mapping[str, str] = os.environ) -> Limits:
-    """The limits that the environment tells."""
-    limits = Limits(
-        max_batches=number(env, "MANIPLE_MAX_BATCHES", 0),
-        max_epochs=number(env, "MANIPLE_MAX_EPOCHS", 0),
-        total_duration=seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
-        validate_every=number(env, "MANIPLE_VALIDATE_EVERY", 0),
-        patience=number(env, "MANIPLE_PATIENCE", 0),
-    )
-    limits.check()
-    return limits

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maniple.errors import InvalidArgument
-from maniple.place.variables import number, seconds
+from maniple.place.variables import choice, number, seconds
 
-CENTERS = ("mpi",)
+CENTERS = ("host", "mpi", "none")  # worker 0 starts a host; they hold it themselves, in MPI windows; nobody
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,9 @@ class Kept:
     keep: int  # snapshots
 
 
-def asked_center(env: Mapping[str, str] = os.environ) -> str | None:
-    """The engine that holds the center, where no host does."""
-    center = env.get("MANIPLE_CENTER") or None
-    if center is not None and center not in CENTERS:
-        raise InvalidArgument(f"MANIPLE_CENTER={center!r} is no center (one of {', '.join(CENTERS)}). Unset it.")
-    return center
+def asked_center(env: Mapping[str, str] = os.environ) -> str:
+    """Who holds the center."""
+    return choice(env, "MANIPLE_CENTER", CENTERS) or CENTERS[0]
 
 
 def asked_kept(env: Mapping[str, str] = os.environ) -> Kept:

@@ -1,4 +1,4 @@
-"""Other launchers: what torchrun, mpirun and srun tell the processes that they start."""
+"""Other launchers: what torchrun, mpirun, srun and Ray tell the processes that they start."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,13 @@ from maniple.place.variables import number
 
 # The variables of rank, world, local rank and local world. Inside a job of Slurm, mpirun leaves the variables of srun
 # to be seen, and srun may set those of PMI: the surest signs come first.
-_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+_OPEN_MPI = [
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
 _SLURM = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
 
@@ -23,12 +29,13 @@ class Started:
     local_rank: int
     local_world: int
     master: str | None  # HOST:PORT where they can meet
+    restarts: int  # how often all of them were started before
 
 
 def started_by(env: Mapping[str, str]) -> Started | None:
     """Who has started this process together with others; None: nobody."""
-    if _has(env, "RANK", "WORLD_SIZE"):
-        return _started(env, "torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+    if _has(env, *_TORCHRUN[:2]):
+        return _started(env, "ray" if "RAY_RAYLET_PID" in env else "torchrun", _TORCHRUN)
     for names in (_OPEN_MPI, _MPICH):
         if _has(env, *names):
             return _started(env, "mpirun", names)
@@ -36,6 +43,13 @@ def started_by(env: Mapping[str, str]) -> Started | None:
         local_world = _tasks_here(env.get("SLURM_STEP_TASKS_PER_NODE", ""), number(env, "SLURM_NODEID", 0))
         return _started(env, "srun", [*_SLURM, ""], local_world=local_world)
     return _started(env, "mpirun", _MPICH) if _has(env, *_MPICH[:2]) else None
+
+
+def rank_variable(launcher: str, env: Mapping[str, str]) -> str:
+    """The variable by which a launcher tells a process its rank; the launcher's own process does not have it."""
+    if launcher == "mpirun":
+        return _OPEN_MPI[0] if _OPEN_MPI[0] in env else _MPICH[0]
+    return _SLURM[0] if launcher == "srun" else _TORCHRUN[0]
 
 
 def meeting_point(env: Mapping[str, str], *, in_step: bool = False) -> str | None:
@@ -56,7 +70,9 @@ def _has(env: Mapping[str, str], *names: str) -> bool:
 def _started(env: Mapping[str, str], launcher: str, names: list[str], *, local_world: int = 1) -> Started:
     rank, world, local_rank = (number(env, name, 0) for name in names[:3])
     local_world = number(env, names[3], local_world)
-    return Started(launcher, rank, world, local_rank, local_world, meeting_point(env, in_step=launcher == "srun"))
+    master = meeting_point(env, in_step=launcher == "srun")
+    restarts = number(env, "TORCHELASTIC_RESTART_COUNT", 0) if launcher == "torchrun" else 0
+    return Started(launcher, rank, world, local_rank, local_world, master, restarts)
 
 
 def _tasks_here(tasks: str, node: int) -> int:

@@ -1,6 +1,6 @@
 """One environment variable: read as what it must be, and named if it is something else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maniple.errors import InvalidArgument
@@ -33,3 +33,12 @@ def number(env: Mapping[str, str], name: str, default: int) -> int:
 def flag(env: Mapping[str, str], name: str) -> bool:
     """A wish that is there or not."""
     return env.get(name, "").strip().lower() not in {"", "0", "no", "false", "off"}
+
+
+def choice(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str | None:
+    """One of several words; None if it is empty."""
+    text = env.get(name) or None
+    if text is not None and text not in choices:
+        kind = name.removeprefix("MANIPLE_").lower()
+        raise InvalidArgument(f"{name}={text!r} is no {kind} (one of {', '.join(choices)}). Unset it.")
+    return text

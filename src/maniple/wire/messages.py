@@ -206,12 +206,13 @@ class Joined(Said, frozen=True, tag=41):
 
 class Beat(Said, frozen=True, tag=42):
     """Worker: I am alive, and have made so many steps on so many samples; my new rows are in the payload. A number
-    that came before is a repetition."""
+    that came before is a repetition. `is_last`: I leave; `is_early`: before I have come to my end."""
 
     number: int
     is_last: bool = False
     steps: int = 0
     samples: int = 0
+    is_early: bool = False
 
 
 class Beaten(Said, frozen=True, tag=43):

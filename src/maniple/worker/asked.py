@@ -49,9 +49,19 @@ def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
         raise InvalidArgument(f"{rule!r} works on values as they are, not in {wire}. Leave --wire out, or use BSP().")
 
 
-def check_return(place: Place, replicas: Sequence[Replica]) -> None:
+def check_center(place: Place, rule: Rule) -> None:
+    """Raise InvalidArgument where workers of another launcher would each get a center of their own."""
+    if rule.meets == "center" and place.is_guest and place.segment is None:
+        raise InvalidArgument(
+            f"{rule!r} needs a center, and these {place.world} workers of {place.launcher} were told to have none "
+            f"(MANIPLE_CENTER={place.center}): {place.world} separate models would be trained. Unset it, choose a rule "
+            "of the circle, or unset the launcher's variables (RANK and WORLD_SIZE, say) to train alone."
+        )
+
+
+def check_return(place: Place, replicas: Sequence[Replica], circle: str) -> None:
     """Raise InvalidArgument if a worker that was started again would have to enter two circles at once."""
-    if place.restarts and any(replica.rule.meets != "center" for replica in replicas):
+    if circle == "shared" and place.restarts and any(replica.rule.meets != "center" for replica in replicas):
         raise InvalidArgument(
             f"worker {place.rank} was started again, but a run that shares 2 models in the circle cannot take workers "
             "back, only one that shares 1. Start the run again with --resume, or share both as one module."

@@ -41,6 +41,7 @@ class Control:
         self._away_since: float | None = None
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
+        self._is_early = False  # it leaves before it has come to its end
         self._thread = threading.Thread(target=self._beat_on, name="maniple-control", daemon=True)
 
     def join(self, deadline_s: float) -> Joined:
@@ -78,8 +79,9 @@ class Control:
         if len(row) < _BEAT_BYTES:  # what is larger was logged by mistake
             self._rows.append(row)
 
-    def leave(self, patience_s: float = _GOODBYE_S) -> None:
+    def leave(self, patience_s: float = _GOODBYE_S, *, is_early: bool = False) -> None:
         """Send the last rows and say goodbye; a host that is away is waited for a little."""
+        self._is_early = is_early
         self._leave_by = time.monotonic() + patience_s
         self._wake.set()
         self._thread.join(patience_s + (_ANSWER_S if self.joined else 0.0))
@@ -125,7 +127,8 @@ class Control:
                 size += len(self._under_way[-1])
         stream = self._link.stream()
         steps, samples, _ = self._count()
-        stream.send(Beat(self._number, is_last and not self._rows, steps, samples), b"".join(self._under_way))
+        is_last = is_last and not self._rows
+        stream.send(Beat(self._number, is_last, steps, samples, self._is_early), b"".join(self._under_way))
         answer = stream.receive_message()
         if isinstance(answer, Refusal) and answer.kind == "RunOver":
             self.is_over = True

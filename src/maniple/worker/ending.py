@@ -4,10 +4,14 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import Any
 
 from maniple.errors import ManipleError
+from maniple.place import Place
 
 OnError = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -29,6 +33,29 @@ def watch_the_end(
             signal.signal(signal.SIGTERM, on_sigterm)
     except ValueError:  # joined outside the main thread: signals stay as they are
         pass
+
+
+def failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+    """What is written down of a script that fails."""
+    return {
+        "error": f"{kind.__name__}: {error}",
+        "exit_code": error.exit_code if isinstance(error, ManipleError) else 1,
+        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+    }
+
+
+@contextmanager
+def staying(place: Place, *, has_failed: Callable[[], bool], is_told: Callable[[], bool]) -> Generator[None]:
+    """A worker leaves in this block; one that hosts the others stays until its host has ended."""
+    is_well = False
+    try:
+        yield
+        is_well = True
+    finally:
+        if place.is_hosting:
+            from maniple.worker.hosted import await_end
+
+            await_end(place, has_failed=has_failed() or not is_well, is_told=is_told)
 
 
 def _end_well_or_not(act: Callable[[], None]) -> None:

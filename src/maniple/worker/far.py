@@ -5,7 +5,6 @@ import tempfile
 import time
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from maniple.sampler.remote import Borrower
 from maniple.wire.messages import Join, Welcome
 from maniple.worker.control import Control
 from maniple.worker.questions import Questions
-from maniple.worker.seat import Count
-
-_JOIN_S = 60.0  # for so long a worker that starts waits for its host
+from maniple.worker.seat import JOIN_S, Count, told_place
 
 
 class Far:
@@ -39,17 +36,7 @@ class Far:
         rank = place.rank if is_expected else -1
         who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
         self._control = Control(door, who, count=count)
-        told = self._control.join(_JOIN_S)
-        self.place = place.told(
-            rank=told.rank,
-            world=told.world,
-            seed=told.seed,
-            rule=told.rule or None,
-            pace=told.pace or None,
-            wire=told.wire or None,
-            host_deadline_s=told.host_deadline_s,
-            limits=replace(place.limits, max_epochs=told.max_epochs),
-        )
+        self.place = told_place(place, told := self._control.join(JOIN_S))
         self._lenders: list[Questions] = []
         self._questions = self._new_questions()
         self.events = Events(None, sink=self._control.write, worker=told.rank)
@@ -121,14 +108,15 @@ class Far:
         if (error := self.absence()) is not None:
             raise error
 
-    def leave(self, **row: Any) -> None:
+    def leave(self, *, is_early: bool, **row: Any) -> None:
         """Send the last rows and say goodbye."""
         self.events.write("leave", **row)
         self._link.drop("this worker has left")
         for questions in self._lenders:
             questions.close()
         # A worker that ends because its host is gone has waited for it long enough.
-        self._control.leave(**({} if self._control.is_connected else {"patience_s": 1.0}))
+        patience = {} if self._control.is_connected else {"patience_s": 1.0}
+        self._control.leave(**patience, is_early=is_early)
 
     def absence(self) -> HostAway | None:
         """The error to end with, if the host has been away for too long."""

@@ -5,12 +5,13 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maniple.adapters import Adapter
 from maniple.center import Segment, Shared
 from maniple.center.locks import Patience, held
-from maniple.center.segment import LEFT, LIVE, NEVER
+from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -19,6 +20,10 @@ from maniple.rules import Rule, warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
 from maniple.sampler.lease import Holder, Verdict
 
+if TYPE_CHECKING:
+    from maniple.wire.messages import Joined
+
+JOIN_S = 60.0  # for so long a worker that starts waits for its host
 Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
 
@@ -52,7 +57,9 @@ class Seat(Protocol):
         """The error to end with, if the host has been away for too long."""
         ...
 
-    def leave(self, **row: Any) -> None: ...
+    def leave(self, *, is_early: bool, **row: Any) -> None:
+        """Say goodbye; `is_early`: before this worker has come to its end."""
+        ...
 
 
 def take_seat(place: Place, count: Count) -> Seat | None:
@@ -61,6 +68,10 @@ def take_seat(place: Place, count: Count) -> Seat | None:
         raise InvalidArgument(
             "this process was started to produce batches (--feed), and cannot join as a worker. Call maniple.Feed()."
         )
+    if place.is_guest and place.segment is None and place.center == "host":
+        from maniple.worker.hosted import find_host
+
+        place = find_host(place)
     if place.is_near:
         return Near(place, count)
     if place.address is None:
@@ -85,10 +96,26 @@ def _among(place: Place, count: Count) -> Seat | None:
 
     place = place if place.launcher else ask_mpi(place)
     return Among(place, count) if place.world > 1 else None
+def told_place(place: Place, told: "Joined") -> Place:
+    """A worker's place with what its host has told when it joined; guests know their number by themselves."""
+    return place.told(
+        rank=told.rank,
+        world=place.world if place.is_guest else told.world,
+        seed=told.seed,
+        rule=told.rule or None,
+        pace=told.pace or None,
+        wire=told.wire or None,
+        host_deadline_s=told.host_deadline_s,
+        limits=replace(place.limits, max_epochs=told.max_epochs),
+    )
 
 
 class Near:
-    """A worker on its host's machine. Its control connection is made in the background: nothing waits for it."""
+    """A worker on its host's machine. Its control connection is made in the background: nothing waits for it.
+
+    A guest has variables that its launcher wrote, and not the host: it waits to be told the rest. It has a connection
+    before it counts as alive, by which the host knows when it dies.
+    """
 
     def __init__(self, place: Place, count: Count) -> None:
         from maniple.center.link import Door
@@ -97,21 +124,26 @@ class Near:
         from maniple.worker.questions import Questions
 
         assert place.segment is not None
-        self.place = place
         self._segment = self.segment = Segment(place.segment)
         if self._segment.state(place.rank) == LEFT:  # this process has joined, left, and joins again
             self._segment.renew(place.rank)
-        self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
-        self._segment.mark(place.rank, LIVE)
         self._tables: list[Table] = []
         door = Door.of(place)
         self._control = Control(
             door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
         )
+        self.place = self._told(place) if place.is_guest else place
+        self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
+        self._segment.mark(place.rank, LIVE)
         self._control.start()
         who = (self._holder.rank, self._holder.incarnation)
         self._questions = Questions(door, who=lambda: who, count=count, is_over=lambda: self.is_over)
+
+    def _told(self, place: Place) -> Place:
+        from maniple.worker.hosted import joined
+
+        return told_place(place, joined(self._control, place))
 
     @property
     def is_over(self) -> bool:
@@ -157,11 +189,11 @@ class Near:
     def absence(self) -> None:
         """The host's memory is never away."""
 
-    def leave(self, **row: Any) -> None:
+    def leave(self, *, is_early: bool, **row: Any) -> None:
         """Say goodbye."""
-        self._segment.mark(self.place.rank, LEFT)
+        self._segment.mark(self.place.rank, DEAD if is_early and self.place.is_guest else LEFT)
         self.events.write("leave", **row)
-        self._control.leave(patience_s=1.0 if self._control.joined else 0.0)
+        self._control.leave(patience_s=1.0 if self._control.joined else 0.0, is_early=is_early)
         for table in self._tables:
             table.close()
         self._segment.close()

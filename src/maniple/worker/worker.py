@@ -1,7 +1,6 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
-import traceback
 from collections.abc import Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
@@ -12,18 +11,18 @@ import numpy as np
 from maniple.adapters import Adapter, adapt, own_device
 from maniple.circle.calls import Calls
 from maniple.contracts import Center, Circle
-from maniple.errors import InvalidArgument, ManipleError
+from maniple.errors import InvalidArgument
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import described
 from maniple.pace import Pace
-from maniple.place import Place, find, refuse_center
+from maniple.place import Place, find
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
-from maniple.worker.asked import check_return, is_in_step, settle
+from maniple.worker.asked import check_center, check_return, is_in_step, settle
 from maniple.worker.circles import Circles
-from maniple.worker.ending import watch_the_end
+from maniple.worker.ending import failure, staying, watch_the_end
 from maniple.worker.logged import plain
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
@@ -79,7 +78,7 @@ class Worker(Calls):
         if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
-            watch_the_end(at_exit=self.leave, on_error=self._fail, on_sigterm=self._end)
+            watch_the_end(at_exit=self._depart, on_error=self._fail, on_sigterm=self._end)
 
     @property
     def device(self) -> str:
@@ -134,8 +133,7 @@ class Worker(Calls):
         """
         rule, pace, wire = settle(self._place, rule, pace, wire)
         check_rule(self._place, rule)
-        if rule.meets == "center":
-            refuse_center(self._place)
+        check_center(self._place, rule)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
         center, name = None, f"center-{len(self._replicas)}"
@@ -156,7 +154,7 @@ class Worker(Calls):
         from maniple.worker.synced import Synced
 
         circle = self._circles.open(f"circle-{len(self._replicas)}")
-        check_return(self._place, self._replicas)
+        check_return(self._place, self._replicas, circle.name)
         self._samples.check_circle(circle.name)
         return Synced(adapter, center, circle, wire=wire, **settings)
 
@@ -238,7 +236,13 @@ class Worker(Calls):
             self._feeds.close()
             self._circles.close()
             if self._seat is not None:
-                self._seat.leave(failed=self._has_failed)
+                is_early = self._has_failed or self._exit_code is not None
+                self._seat.leave(is_early=is_early, failed=self._has_failed)
+
+    def _depart(self) -> None:
+        """The script has ended."""
+        with staying(self._place, has_failed=lambda: self._has_failed, is_told=lambda: self._exit_code is not None):
+            self.leave()
 
     def mind_absence(self, replica: Replica) -> None:
         """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
@@ -280,12 +284,7 @@ class Worker(Calls):
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True
-        self._events.write(
-            "failed",
-            error=f"{kind.__name__}: {error}",
-            exit_code=error.exit_code if isinstance(error, ManipleError) else 1,
-            traceback="".join(traceback.format_exception(kind, error, trace)),
-        )
+        self._events.write("failed", **failure(kind, error, trace))
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM: end as if the script had ended here, so that the last exchange is made."""

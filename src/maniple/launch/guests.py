@@ -1,0 +1,89 @@
+"""Guests: workers that another launcher has started, as their host sees them."""
+
+import os
+import select
+import time
+from dataclasses import dataclass
+
+from maniple.center.segment import LEFT, NEVER
+from maniple.errors import WorkerFailed
+from maniple.host import Host
+from maniple.record import read_events
+
+_PATIENCE_S = 60.0  # for workers that have not come yet, or may be started again
+
+
+@dataclass(frozen=True)
+class Guests:
+    """The workers of one launch.
+
+    Attributes:
+        launcher: torchrun, srun, mpirun or ray.
+        workers: how many it has started.
+        tie: a descriptor of the launcher's process.
+        program: what they run, and its arguments.
+    """
+
+    launcher: str
+    workers: int
+    tie: int
+    program: tuple[str, ...] = ()
+
+
+class Vigil:
+    """Watches over guests: when their host may end, and whether all is well then.
+
+    Nobody looks at this process: what it prints goes to the run folder.
+    """
+
+    def __init__(self, guests: Guests, host: Host) -> None:
+        self._guests, self._segment, self._folder = guests, host.segment, host.folder
+        self._poll = select.poll()
+        self._poll.register(guests.tie, select.POLLIN)
+        self._alone_since = time.monotonic()
+        os.set_inheritable(guests.tie, False)
+        for rank in range(guests.workers):  # also those of a run that goes on: they are new
+            host.expect(rank)
+        with host.folder.log("host").open("ab") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+
+    @property
+    def is_over(self) -> bool:
+        """All have come to their end, or nobody will come any more."""
+        if self._segment.live:
+            self._alone_since = time.monotonic()
+            return self._is_launcher_gone
+        if all(state == LEFT for state in self._states) or self._is_launcher_gone:
+            return True
+        # Who has died comes back only where the launcher starts all of them again.
+        are_gone = self._guests.launcher != "torchrun" and NEVER not in self._states
+        return are_gone or time.monotonic() - self._alone_since > _PATIENCE_S
+
+    def check(self) -> None:
+        """Raise WorkerFailed if some have not come to their end."""
+        missing = [rank for rank, state in enumerate(self._states) if state != LEFT]
+        if missing:
+            who = ", ".join(map(str, missing))
+            raise WorkerFailed(
+                f"of {self._guests.workers} workers of {self._guests.launcher}, {len(missing)} have not come to their "
+                f"end: {who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
+            )
+
+    def exit_code(self) -> int:
+        """What the error of a worker that has failed asks for; 0 if none has, that was not started again."""
+        codes = [self._failure(rank) for rank, state in enumerate(self._states) if state != LEFT]
+        return next(filter(None, codes), 0)
+
+    def _failure(self, rank: int) -> int:
+        path = self._folder.events(rank)
+        rows = [row for row in read_events(path) if row["event"] in {"join", "failed"}] if path.exists() else []
+        return rows[-1].get("exit_code", 0) if rows else 0
+
+    @property
+    def _is_launcher_gone(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    @property
+    def _states(self) -> list[int]:
+        return [self._segment.state(rank) for rank in range(self._guests.workers)]

@@ -1,0 +1,271 @@
+"""The host of guests: workers that torchrun, srun or mpirun has started find it, and worker 0 starts it before.
+
+It is a process of its own, `maniple host`, and belongs to the launcher: it outlives worker 0 where all workers are
+started again. They find it by the run folder, whose name is the same for all of them.
+"""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from maniple.center.segment import is_guarded
+from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
+from maniple.place import Place, settle
+from maniple.place.launch import Launch, find_launch, is_elastic
+from maniple.record import Folder
+from maniple.wire.messages import Joined
+from maniple.wire.posted import FILE, Posted
+from maniple.worker.control import Control
+from maniple.worker.seat import JOIN_S
+
+_LOOK_S = 0.05
+_SAVING_S = 600.0  # for a host that was told to end: a large center takes its time to be written
+_LAST_LINES = 20
+_PART_S = 1.0  # of the time to join, after which one looks whether the host is alive
+
+
+def find_host(place: Place) -> Place:
+    """The place of a guest in the run that worker 0 hosts."""
+    launch = find_launch(place)
+    folder = _host_here(place, launch) if place.rank == 0 else _await_host(place, launch)
+    return settle(_seen_from(place, folder))
+
+
+def joined(control: Control, place: Place) -> Joined:
+    """What the host tells a guest of its machine that joins. WorkerFailed if it has ended meanwhile."""
+    assert place.run is not None and place.segment is not None
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return control.join(_PART_S)
+        except HostAway as error:
+            if is_guarded(place.segment) and time.monotonic() < deadline:
+                continue
+            raise WorkerFailed(f"the host of {place.run} cannot be used: {error}. {_last_words(place.run)}") from None
+
+
+def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) -> None:
+    """Worker 0 has come to its end: wait until its host has saved the center and ended.
+
+    The launcher may kill what is left when the last worker has ended, so this one stays while others train. If it has
+    failed, or is told to end, the host ends too; but not where the launcher starts all workers again.
+    """
+    if (host := _process(place)) is None:
+        return
+    poll = select.poll()
+    poll.register(host, select.POLLIN)
+    deadline = None
+    while not poll.poll(_LOOK_S * 1000):
+        if deadline is None and (has_failed or is_told()):
+            if is_elastic():
+                break
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(host, signal.SIGTERM)
+            deadline = time.monotonic() + _SAVING_S
+        if deadline is not None and time.monotonic() > deadline:
+            break
+    os.close(host)
+
+
+def _host_here(place: Place, launch: Launch) -> Path:
+    """The run folder of the host that serves this launch: there is one already, or it is started now."""
+    folder = _begun(launch) if place.restarts else _living(launch)
+    if folder is None:
+        folder = _start(place, launch)
+    again = f" (restart {place.restarts})" if place.restarts else ""
+    print(
+        f"maniple: {place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
+        f"{os.path.relpath(folder)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return folder
+
+
+def _begun(launch: Launch) -> Path | None:
+    """The host that this worker's predecessor has started, also if it is still beginning."""
+    deadline = time.monotonic() + JOIN_S
+    while (folder := _living(launch)) is None:
+        newest = next(reversed(_folders(launch)), None)
+        if newest is None or (newest / FILE).exists() or time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_S)
+    return folder
+
+
+def _start(place: Place, launch: Launch) -> Path:
+    try:
+        tie = os.pidfd_open(launch.process)
+    except ProcessLookupError:
+        raise WorkerFailed(
+            f"{place.launcher}, process {launch.process}, has ended, and this worker was not told to. Start it again."
+        ) from None
+    with tempfile.TemporaryFile() as said:  # until it has a folder
+        command = [sys.executable, "-m", "maniple.cli", "host", *_words(place, launch), str(tie), *sys.argv]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=[tie], start_new_session=True
+            )
+        finally:
+            os.close(tie)
+        _await_start(process, launch, said)
+    _started.append(process)
+    folder = _living(launch)
+    assert folder is not None
+    return folder
+
+
+_started: list["subprocess.Popen[bytes]"] = []  # who is not asked about any more: it may live longer than this process
+
+
+def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[bytes]) -> None:
+    deadline = time.monotonic() + JOIN_S
+    while _living(launch) is None:
+        exit_code = process.poll()
+        if exit_code is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            continue
+        how = f"has not begun within {JOIN_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+        process.kill()
+        process.wait()
+        said.seek(0)
+        words = said.read()
+        _note_failure(launch, words)
+        raise WorkerFailed(
+            f"the host that worker 0 has started for all workers {how}. Run folders are made in {launch.runs} "
+            f"(MANIPLE_RUNS). {_last(words)}"
+        )
+
+
+def _note_failure(launch: Launch, words: bytes) -> None:
+    """Let the other workers know, who wait: the run has ended before it began."""
+    if launch.resume is None:
+        with suppress(ManipleError, OSError):
+            folder = Folder.create(launch.runs, _fresh(launch))
+            folder.log("host").write_bytes(words)
+            folder.describe(started=launch.started, ended=time.time(), exit_code=WorkerFailed.exit_code)
+
+
+def _last_words(run: Path) -> str:
+    log = Folder(run).log("host")
+    return _last(log.read_bytes() if log.exists() else b"")
+
+
+def _last(said: bytes) -> str:
+    words = said.decode(errors="replace")
+    return "It said:\n" + "\n".join(f"    {line}" for line in words.splitlines()[-_LAST_LINES:])
+
+
+def _words(place: Place, launch: Launch) -> list[str]:
+    """How the host is to begin: anew, or going on with a run."""
+    run = launch.resume
+    if place.restarts:  # its predecessor was killed, or has ended because all seemed to be done
+        run = next(filter(_has_center, reversed(_folders(launch))), run)
+    begin = ["--runs", str(launch.runs), "--name", _fresh(launch)] if run is None else ["--resume", str(run)]
+    where = "127.0.0.1:0" if place.local_world == place.world else "0.0.0.0:0"
+    return [*begin, place.launcher, str(place.world), where]
+
+
+def _has_center(folder: Path) -> bool:
+    """A run can go on: there is a snapshot, or its memory is still there."""
+    host = Posted.read(folder / FILE)
+    is_in_memory = host is not None and host.is_here and Path(host.segment, "members").exists()
+    return is_in_memory or any(folder.glob("center/snapshot-*"))
+
+
+def _fresh(launch: Launch) -> str:
+    """The launch's name, or `name.2` and so on if runs of earlier launches had the same."""
+    count = len(_folders(launch))
+    return launch.name if count == 0 else f"{launch.name}.{count + 1}"
+
+
+def _folders(launch: Launch) -> list[Path]:
+    """The folders of all runs of that name, from the oldest to the newest."""
+    pattern = re.compile(re.escape(launch.name) + r"(?:\.(\d+))?")
+    names = [path.name for path in launch.runs.iterdir()] if launch.runs.is_dir() else []
+    found = {int(match[1] or 1): launch.runs / match[0] for name in names if (match := pattern.fullmatch(name))}
+    return [found[number] for number in sorted(found)]
+
+
+def _living(launch: Launch) -> Path | None:
+    """The folder of the run whose host serves this launch; None if there is no such host yet."""
+    candidates = _folders(launch) if launch.resume is None else [launch.resume]
+    for path in reversed(candidates):
+        host = Posted.read(path / FILE)
+        is_over = Folder(path).read().get("ended") is not None
+        if host is not None and not is_over and (not host.is_here or is_guarded(Path(host.segment))):
+            return path.resolve()
+    return None
+
+
+def _await_host(place: Place, launch: Launch) -> Path:
+    deadline, pause_s = time.monotonic() + place.host_deadline_s, _LOOK_S
+    while (folder := _living(launch)) is None:
+        _mind_end(place, launch)
+        if time.monotonic() > deadline:
+            where = launch.resume or launch.runs / launch.name
+            raise WaitedTooLong(
+                f"worker {place.rank} of {place.world} has waited {place.host_deadline_s:g} s for the host that worker "
+                f"0 starts: there is none in {where}. Look at what worker 0 has printed. All workers must see that "
+                "folder: on several machines it must lie on a file system that they share (MANIPLE_RUNS); else start "
+                "`maniple serve`, and set MANIPLE_ADDRESS for all workers. If worker 0 calls maniple.join() later, "
+                "raise MANIPLE_HOST_DEADLINE; rules of the circle need no host: MANIPLE_CENTER=none."
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 1.0)  # many may look at one file system
+    return folder
+
+
+def _mind_end(place: Place, launch: Launch) -> None:
+    """Raise WorkerFailed if the host of this launch has ended already; one that is started again may have another."""
+    newest = next(reversed(_folders(launch)), None)
+    if newest is None or place.restarts or launch.resume is not None:
+        return
+    about = Folder(newest).read()
+    if isinstance(about.get("ended"), float) and about["ended"] > launch.started:
+        raise WorkerFailed(
+            f"the host of {newest} has ended with exit code {about.get('exit_code')}, before worker {place.rank} came. "
+            f"{_last_words(newest)}"
+        )
+
+
+def _seen_from(place: Place, path: Path) -> Place:
+    """How a worker reaches the host of the run folder `path`: by its memory, or over the network."""
+    try:
+        host = msgspec.json.decode((path / FILE).read_bytes(), type=Posted)
+        token = (path / "token").read_text().strip()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{error.filename} cannot be read: {error.strerror}. All workers must run as the same user."
+        ) from None
+    return place.told(
+        run=path,
+        segment=Path(host.segment),
+        address=str(host.nearest),
+        token=token,
+        certificate=Path(host.certificate) if host.certificate else None,
+    )
+
+
+def _process(place: Place) -> int | None:
+    """The host's process, as a descriptor; None if it has ended."""
+    assert place.run is not None and place.segment is not None
+    if (host := Posted.read(place.run / FILE)) is None:
+        return None
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(host.pid)
+        if is_guarded(place.segment):  # else another process may have that number by now
+            return descriptor
+        os.close(descriptor)
+    return None
