@@ -26,10 +26,10 @@ from maniple.place import (
     shared_memory,
 )
 from maniple.place.center import Kept, asked_kept
-from maniple.worker.seat import take_seat
 from maniple.place.launch import find_launch
 from maniple.rules import BSP, EASGD
 from maniple.worker.asked import check_center
+from maniple.worker.seat import take_seat
 
 WORD = st.none() | st.text("abc:=0.5,", min_size=1)
 PLACES = st.builds(
@@ -186,15 +186,15 @@ MPIRUN = {"PMI_RANK": "0", "PMI_SIZE": "4"}
 def test_workers_of_mpirun_may_hold_the_center_themselves():
     place = find(MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_RULE": "easgd"})
     assert (place.center, place.rule, place.world) == ("mpi", "easgd", 4)
-    refuse_center(place)
-    assert find(MPIRUN).center is None
-    assert find({"MANIPLE_CENTER": "mpi", "MANIPLE_SEGMENT": "/dev/shm/maniple-1"}).center is None
+    check_center(place, EASGD())
+    assert find(MPIRUN).center == "host"
+    assert find({"MANIPLE_CENTER": "mpi", "MANIPLE_SEGMENT": "/dev/shm/maniple-1"}).center == "host"
 
 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"MANIPLE_CENTER": "ether"}, "MANIPLE_CENTER='ether' is no center .one of mpi."),
+        ({"MANIPLE_CENTER": "ether"}, "MANIPLE_CENTER='ether' is no center .one of host, mpi, none."),
         (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_PATIENCE": "3"}, "MANIPLE_PATIENCE need a controller"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MANIPLE_CENTER": "mpi"}, "these 2 were started by torchrun"),
     ],

@@ -180,20 +180,6 @@ class Segment:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def is_guarded(path: Path) -> bool:
-    """The host of a segment of this machine is alive."""
-    if not (path / "host").exists():
-        return False
-    try:
-        guard = ByteLocks(path / "host")
-    except FileNotFoundError:  # it has ended just now
-        return False
-    try:
-        return guard.is_taken(0)
-    finally:
-        guard.close()
-
-
 def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     """Remove the segments whose hosts are dead, after `salvage(segment, run folder)`. Gives what was removed.
 

@@ -51,7 +51,7 @@ def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
 
 def check_center(place: Place, rule: Rule) -> None:
     """Raise InvalidArgument where workers of another launcher would each get a center of their own."""
-    if rule.meets == "center" and place.is_guest and place.segment is None:
+    if rule.meets == "center" and place.is_guest and place.center == "none":
         raise InvalidArgument(
             f"{rule!r} needs a center, and these {place.world} workers of {place.launcher} were told to have none "
             f"(MANIPLE_CENTER={place.center}): {place.world} separate models would be trained. Unset it, choose a rule "

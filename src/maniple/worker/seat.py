@@ -96,6 +96,8 @@ def _among(place: Place, count: Count) -> Seat | None:
 
     place = place if place.launcher else ask_mpi(place)
     return Among(place, count) if place.world > 1 else None
+
+
 def told_place(place: Place, told: "Joined") -> Place:
     """A worker's place with what its host has told when it joined; guests know their number by themselves."""
     return place.told(
