@@ -176,7 +176,13 @@ def test_a_host_in_the_queue_is_preempted_comes_back_elsewhere_and_is_stopped(cl
     assert "alive on h2" in told and f"{jobs['host']} (host): 1 running on h2" in told, told
     starts = submitted.rows("host", "start")
     assert starts[0]["lineage"] == starts[1]["lineage"] and starts[1]["restored"] == 1
-    assert len(submitted.rows("host", "snapshot")) >= 2
+    assert "nothing was lost" in (submitted.run / "logs" / "host.log").read_text()
+
+    cluster.on(0, "scancel", "--signal=USR1", "--batch", jobs["host"])  # as Slurm does before the walltime
+    submitted.await_rows("host", "start", 3)
+    exchanges = [len(submitted.rows(task, "exchange")) for task in range(2)]
+    for task in range(2):
+        submitted.await_rows(task, "exchange", exchanges[task] + 2)
 
     assert "no job is in the queue" in submitted.call("stop", "runs/run")
     assert "run" not in cluster.on(0, "squeue", "-h", "-o", "%j"), "only the urgent job is left"
@@ -210,7 +216,10 @@ def test_ctrl_c_cancels_queued_and_running_tasks_and_saves_the_center(cluster: C
     submitted.assert_accounted()
 
 
-def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, submitted: Submitted):
+def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, tmp_path: Path):
+    """In a folder whose name needs care."""
+    (tmp_path / "it's #1, 50% done").mkdir()
+    submitted = Submitted(cluster, tmp_path / "it's #1, 50% done")
     script = submitted.folder / "script.py"
     script.write_text(
         "import maniple, sys\nworker = maniple.join()\nif worker.rank == 1:\n    raise ValueError('mine')\n"
@@ -220,6 +229,7 @@ def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, submitt
     assert "1 task failed: 1" in submitted.output
     assert "ValueError: mine" in submitted.output
     assert json.loads((submitted.run / "run.json").read_text())["exit_code"] == 1
+    assert "ValueError: mine" in (submitted.run / "logs" / "worker-1.log").read_text()
 
 
 def test_what_slurm_refuses_is_told_in_its_words(cluster: Cluster, submitted: Submitted):

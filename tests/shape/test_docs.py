@@ -76,10 +76,10 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
     (tmp_path / "session.yaml").write_text("script: train.py")
     for line in "\n".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
-        if words[:2] == ["maniple", "run"]:
-            run = cli.commands["run"]
-            with contextlib.suppress(Exit), click.Context(run, allow_interspersed_args=False) as context:
-                run.parse_args(context, words[2:])
+        if words[:2] in (["maniple", "run"], ["maniple", "submit"]):
+            command = cli.commands[words[1]]
+            with contextlib.suppress(Exit), click.Context(command, allow_interspersed_args=False) as context:
+                command.parse_args(context, words[2:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,7 +14,7 @@ from maniple.launch import Job, run_local
 from maniple.launch.array import Array
 from maniple.launch.death import short
 from maniple.launch.memory import remembered
-from maniple.launch.slurm import Order, Resources, cancel, look
+from maniple.launch.slurm import Order, Resources, cancel, check_commands, look
 from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.record import Folder
 from maniple.record.folder import SUBMITTED, fresh_name
@@ -92,6 +92,7 @@ def submit(**options: Any) -> None:
         for name, text in submission.texts().items():
             click.echo(f"# {submission.order.run / name}\n{text}", nl=True)
         return
+    check_commands()
     _refuse_second(submission.order.run)
     if submission.has_host_job:
         _submit_both(submission)

@@ -102,6 +102,7 @@ class Host:
         # Begun and ended before there was anything to save: it keeps its name, by which workers know it.
         host = cls._begun(shared_memory, folder, lineage or secrets.token_hex(8), asked, most=most)
         host.is_prepared = True
+        folder.describe(exit_code=None, ended=None)
         return host
 
     @classmethod
@@ -139,21 +140,20 @@ class Host:
         else:
             sweep(shared_memory, _salvage)
             path, manifest = _chosen(folder, lineage, which, falls_back=falls_back, news=news)
+            is_all = _has_all(folder, manifest)
             segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 find_again(segment, path, manifest)
-                Restored(count, manifest.saved, manifest.applied).write(segment.path)
+                Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
                 segment.made()
             except BaseException:
                 segment.remove()
                 raise
             ago = time.time() - manifest.saved
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
-            news.append(
-                f"the center begins again from {path.name} of {when}: what was contributed after that "
-                f"({ago:,.0f} s ago) is lost"
-            )
+            lost = "nothing was" if is_all else f"what was contributed after that ({ago:,.0f} s ago) is"
+            news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
             for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                 segment.mark(rank, DEAD)
             folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
@@ -226,6 +226,12 @@ class Host:
             with suppress(OSError):
                 self.folder.describe(ended=time.time(), exit_code=exit_code)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
+
+
+def _has_all(folder: Folder, manifest: Manifest) -> bool:
+    """The host ended in order, and this snapshot is what it saved then."""
+    ended = folder.read().get("ended")
+    return isinstance(ended, float) and manifest.saved <= ended and manifest.number == snapshots(folder.center)[-1][0]
 
 
 def _chosen(

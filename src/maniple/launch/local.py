@@ -4,8 +4,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,9 @@ class _Run:
     def run(self, noted: list[int]) -> int:
         """Until its end; `noted` are the signals that came before it could begin."""
         exit_code = _OTHER
-        with self._view, self._signals():
+        with self._view:
             try:
+                self._from_now_on(self._interrupt)  # here, where it is caught
                 if noted:
                     raise KeyboardInterrupt
                 self._greet()
@@ -278,17 +278,9 @@ class _Run:
         except OSError:
             self._view = View()
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        before = self._from_now_on(self._interrupt)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _from_now_on(self, handler: Callable[..., None]) -> dict[int, Any]:
-        return {number: signal.signal(number, handler) for number in _ENDING}
+    def _from_now_on(self, handler: Callable[..., None]) -> None:
+        for number in _ENDING:
+            signal.signal(number, handler)
 
     def _interrupt(self, *_: Any) -> None:
         """The first Ctrl-C ends the run with patience; another one ends the patience."""

@@ -121,8 +121,8 @@ def host_text(order: Order) -> str:
 def _text(order: Order, name: str, options: Sequence[str], lines: Sequence[str]) -> str:
     asked = order.resources
     common = [
-        f"--job-name={name}",
-        f"--chdir={_path(order.folder)}",
+        f"--job-name={_quoted(name)}",
+        f"--chdir={_quoted(order.folder)}",
         *([f"--account={asked.allocation}"] if asked.allocation else []),
         *([f"--partition={asked.partition}"] if asked.partition else []),
         *([f"--time={asked.walltime}"] if asked.walltime else []),
@@ -141,14 +141,20 @@ def _argument(word: str, world: int) -> str:
     return shlex.quote(word).replace("{rank}", "'\"$SLURM_ARRAY_TASK_ID\"'").replace("{world}", str(world))
 
 
-def _path(path: Path) -> str:
-    """A path as an option of sbatch has it: in quotes if need be."""
-    return f'"{path}"' if set(" #'") & set(str(path)) else str(path)
+def _quoted(value: str | Path) -> str:
+    """A value as an option of sbatch has it: in quotes if need be."""
+    return f'"{value}"' if set(" #'") & set(str(value)) else str(value)
 
 
 def _log(order: Order, name: str) -> str:
     """What a job prints goes to the run folder. Slurm has words of its own for %a and others."""
-    return _path(Path(str(order.run / "logs").replace("%", "%%")) / f"{name}.log")
+    return _quoted(Path(str(order.run / "logs").replace("%", "%%")) / f"{name}.log")
+
+
+def check_commands() -> None:
+    """Raise InvalidArgument if a command of Slurm is missing, before anything is begun."""
+    for command in ("sbatch", "squeue", "scancel"):
+        _find(command)
 
 
 def submit(script: Path) -> str:
@@ -189,15 +195,19 @@ def requeue(job: str) -> None:
     _call("scontrol", "requeue", job)
 
 
-def _call(command: str, *words: str) -> str:
+def _find(command: str) -> str:
     if (path := shutil.which(command)) is None:
         raise InvalidArgument(
             f"--slurm needs the command {command}, and there is none in PATH. Call maniple on a machine of the "
             "cluster, or load the module that brings Slurm."
         )
+    return path
+
+
+def _call(command: str, *words: str) -> str:
     try:
         done = subprocess.run(
-            [path, *words],
+            [_find(command), *words],
             env=inherited(),  # without what a place is: neither a token nor an address goes into the queue
             capture_output=True, text=True, timeout=_CALL_S, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip

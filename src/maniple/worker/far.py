@@ -140,9 +140,11 @@ class Far:
         )
 
     def _tell_restored(self, welcome: Welcome) -> None:
+        self.events.write("restored", snapshot_time=welcome.restored_from)
+        if not welcome.restored_from:  # it had ended in order, and has all
+            return
         when = time.strftime("%H:%M:%S", time.localtime(welcome.restored_from))
         lost_s = max(0.0, time.time() - welcome.restored_from)
-        self.events.write("restored", snapshot_time=welcome.restored_from)
         warnings.warn(
             f"the host began again from its snapshot of {when}: contributions of the last {lost_s:.0f} s are lost",
             stacklevel=2,
