@@ -145,6 +145,8 @@ def test_resident_parts_are_selected_within_each_worker(pool: Pool):
     np.testing.assert_array_equal(function(own, own), x * 2)
     np.testing.assert_array_equal(function(own, own, batch_s=2), [0, 2, 6, 8, 12, 14])
     np.testing.assert_array_equal(function(own, own, batch_s=[[0], [1, 1], slice(0)]), [0, 8, 8])
+    for batch_s in (2, slice(1, None), [2, 0, 2], np.array([1]), [[0], [1, 1], slice(0)], [[], [], []]):
+        np.testing.assert_array_equal(function.serial(own, own, batch_s=batch_s), function(own, own, batch_s=batch_s))
     np.testing.assert_array_equal(function(own, pool.data(x), num_slices=2), x * 2)
     with pytest.raises(InvalidArgument, match="different numbers of rows"):
         function(own, x, batch_s=1)

@@ -2,16 +2,13 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import click
 
 from maniple.errors import InvalidArgument
-from maniple.place import JOIN_DEADLINE_S, Place, joining, queue_task
-from maniple.record.folder import SUBMITTED
-from maniple.wire.address import Address
-from maniple.wire.posted import FILE, Posted
+from maniple.host.reach import reach
+from maniple.place import JOIN_DEADLINE_S, joining, queue_task
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -64,41 +61,8 @@ def join(
     """
     if str(script) != "-m" and not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
-    place = _reach(host, token_file, certificate, wait_s).told(device=device, join_deadline_s=wait_s)
+    place = reach(host, token_file, certificate, wait_s).told(device=device, join_deadline_s=wait_s)
     if task:
         rank, world, restarts = queue_task()
         place = place.told(rank=rank, world=world, restarts=restarts, is_queued=True)
     os.execve(sys.executable, [sys.executable, str(script), *args], joining(place))
-
-
-def _reach(host: str, token_file: Path | None, certificate: Path | None, wait_s: float) -> Place:
-    """How to reach a host given by its address or by its run folder."""
-    folder = Path(host)
-    try:
-        token = None if token_file is None else token_file.read_text().strip()
-        if not folder.is_dir():
-            return Place(address=str(Address.parse(host)), token=token, certificate=certificate)
-        posted = _await_posted(folder, wait_s)
-        token = token or (folder / "token").read_text().strip()
-    except OSError as error:
-        raise InvalidArgument(
-            f"{error.filename} cannot be read: {error.strerror}. Give HOST:PORT, or the folder of a run that listens."
-        ) from None
-    certificate = certificate or (Path(posted.certificate) if posted.certificate else None)
-    return Place(address=str(posted.nearest), token=token, certificate=certificate, host_file=(folder / FILE).resolve())
-
-
-def _await_posted(folder: Path, wait_s: float) -> Posted:
-    """What the host has posted. In the folder of a run that was submitted, it may not have begun yet."""
-    path, deadline = folder / FILE, time.monotonic() + wait_s
-    while (posted := Posted.read(path)) is None:
-        if not (folder / SUBMITTED).exists():
-            path.read_bytes()  # tells why it cannot be read
-            raise InvalidArgument(f"{path} is not what a host posts. Give HOST:PORT, or the folder of a run.")
-        if time.monotonic() > deadline:
-            raise InvalidArgument(
-                f"the host of {folder} has not begun within {wait_s:g} s. Look at `maniple status {folder}`, or wait "
-                "longer with --wait."
-            )
-        time.sleep(0.2)
-    return posted

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from maniple.cli.doctor import warn_early
 from maniple.cli.job import job_from
 from maniple.cli.settings import model_settings, settings
 from maniple.errors import InvalidArgument
@@ -97,6 +98,7 @@ def submit(**options: Any) -> None:
     if submission.has_host_job:
         _submit_both(submission)
     else:
+        warn_early(submission.job, is_elsewhere=True)
         sys.exit(run_local(submission.job, Array(submission)))
 
 

@@ -1,6 +1,5 @@
 """A run on this machine: workers are started together, looked after and ended, and nothing of them is left."""
 
-import os
 import selectors
 import signal
 import time
@@ -14,15 +13,15 @@ from maniple.host.gate import Gate
 from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
-from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.launch.job import Job, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.queue import Queue
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
-from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
+from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
 
 _TICK_S = 0.2
@@ -68,16 +67,8 @@ class _Run:
         place = place_of(job, host, is_queued=queue is not None)
         self._gate = Gate(host, job.listen, place)
         self._server = Server(host, self._gate)
-        reach = self._gate.place.told(key=None)
-        cores = sorted(os.sched_getaffinity(0))
-        threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
-        kind = Process
-        if job.hosts:
-            kind, reach = Remote, reach.told(address=str(self._gate.public))
-        self._processes = [
-            kind(job, host, rank, cores=part, threads=threads, reach=reach)
-            for rank, part in enumerate(split_cores(cores, job.workers if queue is None else 0))
-        ]
+        reach = reach_of(job, self._gate)
+        self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers, is_queued=queue is not None)
         self._comes_back = queue is not None and queue.comes_back
@@ -213,10 +204,21 @@ class _Run:
             which = f"restart {process.restarts} of {self._job.restarts}"
             self._say(f"worker {process.rank} {reason(exit_code)}: {which}")
             return
+        if process.is_cut_off(exit_code) and not all(
+            other.is_done for other in self._processes if other is not process
+        ):
+            self._go_on_without(process)
+            return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         log = self._host.folder.log(process.rank)
         raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
+
+    def _go_on_without(self, process: Process) -> None:
+        process.give_up()
+        self._board.mark(process.rank, "lost")
+        self._host.events.write("given up", worker=process.rank, node=self._job.node(process.rank))
+        self._say(f"worker {process.rank}: {self._job.node(process.rank)} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""

@@ -20,7 +20,8 @@ class Process(Child):
         super().__init__()
         self.rank = rank
         self.restarts = 0
-        self.is_done = False  # it has ended well
+        self.is_done = False  # it has ended well, or is given up
+        self._has_joined = False
         self._job, self._host, self._cores, self._threads, self._reach = job, host, cores, threads, reach
         self._due = time.monotonic()
         self._early_deaths = 0
@@ -59,9 +60,19 @@ class Process(Child):
         """Reap a process that has ended, end what it has started, and give its exit code."""
         exit_code = super().collect()
         had_joined = self._host.bury(self.rank, exit_code)
+        self._has_joined = self._has_joined or had_joined
         self._early_deaths = 0 if had_joined else self._early_deaths + 1
         self.is_done = exit_code == 0
         return exit_code
+
+    def is_cut_off(self, exit_code: int) -> bool:
+        """It had worked, and then its machine, or the way there, was gone. This one never is."""
+        del exit_code
+        return False
+
+    def give_up(self) -> None:
+        """Start it no more."""
+        self.is_done = True
 
     def restart(self) -> None:
         """Plan another start: at once, or after a growing pause if it keeps dying before it joins."""

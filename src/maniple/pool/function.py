@@ -13,7 +13,7 @@ from maniple.pool.calling import Call, Done, Key, Times, Work, carry_out
 from maniple.pool.data import Data
 from maniple.pool.objects import Handle, renewed
 from maniple.pool.outputs import Total, check_ops
-from maniple.pool.rows import selected, taken
+from maniple.pool.rows import in_parts, selected, taken
 
 Run = Callable[[Call, dict[str, int], bool | None], list[Done]]
 
@@ -60,6 +60,9 @@ class Function:
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, num_slices: int = 1, **kwargs: Any) -> Any:
         """The same in this process alone, with its own objects: for comparison."""
         call = self._call(args, kwargs, batch, batch_s, num_slices)
+        if call.resident and batch_s is not None:
+            own: Handle = call.argument(call.resident[0])
+            call.batch_s = in_parts(batch_s, len(own.local), own.parts)
         call.args = [_here(value) for value in call.args]
         call.kwargs = {name: _here(value) for name, value in call.kwargs.items()}
         training = None if self._work.training is None else self._work.training.local

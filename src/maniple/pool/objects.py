@@ -18,10 +18,11 @@ class Handle:
 
     Attributes:
         name: by which it can be called as well.
+        parts: into how many the caller's own is split among the workers; 1: each has a whole one.
     """
 
-    def __init__(self, number: int, name: str, local: Any = None, *, is_factory: bool = False) -> None:
-        self.number, self.name = number, name
+    def __init__(self, number: int, name: str, local: Any = None, *, is_factory: bool = False, parts: int = 1) -> None:
+        self.number, self.name, self.parts = number, name, parts
         self._local, self._is_factory = local, is_factory
 
     @property
@@ -53,13 +54,13 @@ class Handles:
         self._known: dict[str, Handle] = {}
 
     @contextlib.contextmanager
-    def made(self, name: str | None, local: Any, *, is_factory: bool = False) -> Generator[Handle]:
+    def made(self, name: str | None, local: Any, *, is_factory: bool = False, parts: int = 1) -> Generator[Handle]:
         """A new one, for what is made meanwhile. If that fails, the name is free again."""
         number = next(numbers)
         name = name if name is not None else f"object-{number}"
         if name in self._known:
             raise InvalidArgument(f"there is an object {name!r} already. Drop it first, or choose another name.")
-        self._known[name] = Handle(number, name, local, is_factory=is_factory)
+        self._known[name] = Handle(number, name, local, is_factory=is_factory, parts=parts)
         try:
             yield self._known[name]
         except BaseException:

@@ -196,7 +196,8 @@ class Pool:
 
     def scatter(self, values: Any, *, name: str | None = None) -> Handle:
         """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it."""
-        with self._handles.made(name, values.here() if isinstance(values, Data) else values) as handle:
+        local = values.here() if isinstance(values, Data) else values
+        with self._handles.made(name, local, parts=self.n) as handle:
             self._crew.ask("share", {"number": handle.number, "value": values})
         return handle
 

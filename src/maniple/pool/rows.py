@@ -104,6 +104,16 @@ def of_worker(batch: Any, rank: int, world: int) -> Any:
     return each[rank]
 
 
+def in_parts(batch: Any, length: int, parts: int) -> Rows:
+    """The rows of a set of so many that `batch` selects in each of its parts."""
+    each: list[Array] = []
+    for k in range(parts):
+        rows = part(range(length), parts, k)
+        of_part = selected(of_worker(batch, k, parts), len(rows))
+        each.append(np.asarray(rows, np.int64)[np.asarray(of_part, np.int64)])
+    return np.concatenate(each)
+
+
 def _first(batch: Any, length: int) -> int:
     try:
         count = operator.index(batch)
