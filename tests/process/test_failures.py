@@ -1,7 +1,9 @@
 """Bad input and bad luck: a clear error, the right exit code, nothing lost, nothing left."""
 
+import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -259,3 +261,23 @@ def test_training_inside_the_center_block_is_an_error(run):
     )  # fmt: skip
     assert done.process.returncode == 2
     assert "inside `with replica.center():`" in done.output
+
+
+def test_a_signal_just_as_the_run_begins_ends_it_in_order(tmp_path):
+    """At the very moment from which on a signal ends the run."""
+    program = """
+import os, signal, sys
+from maniple.launch import local
+set_handlers, sent = local._Run._from_now_on, []
+def and_send(self, handler):
+    set_handlers(self, handler)
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+local._Run._from_now_on = and_send
+sys.argv = ["maniple", "serve", "--name", "run", "--quiet"]
+from maniple.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/run/run.json").read_text())["exit_code"] == 0

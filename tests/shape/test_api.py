@@ -116,8 +116,35 @@ SETTINGS = [
             ],
         ),
         ("serve", [*SETTINGS, "--from", "--listen"]),
+        (
+            "submit",
+            [
+                *SETTINGS,
+                "--allocation",
+                "--cpus-per-worker",
+                "--dry-run",
+                "--gpus-per-worker",
+                "--host-job",
+                "--host-sbatch",
+                "--instances",
+                "--leave-early",
+                "--listen",
+                "--max-simultaneous",
+                "--mem",
+                "--model",
+                "--model-arg",
+                "--partition",
+                "--sbatch",
+                "--slurm",
+                "--snapshot-epochs",
+                "--walltime",
+                "-n",
+            ],
+        ),
+        ("status", []),
+        ("stop", ["--timeout"]),
         ("record", ["--plot"]),
-        ("join", ["--certificate", "--device", "--token-file"]),
+        ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),
         (
             "doctor",
             [
@@ -144,7 +171,7 @@ SETTINGS = [
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve"]
+    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit"]
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"

@@ -341,3 +341,35 @@ def test_a_producer_s_script_begins_at_the_folder_of_its_file_too(monkeypatch):
 
 def test_a_home_that_is_nobody_s_is_named_with_its_line():
     assert "session.yaml:2: '~nobody-of-this-name/x'" in refusal("script: a.py\nruns: ~nobody-of-this-name/x")
+
+
+def test_a_session_file_can_hold_all_of_a_submission(tmp_path, monkeypatch):
+    write("train.py", "")
+    write(
+        "session.yaml",
+        """
+        script: train.py
+        args: --lr 0.1
+        slurm: true
+        instances: 8
+        max_simultaneous: 3
+        allocation: jvb-000-ag
+        walltime: 3:00:00
+        gpus_per_worker: 1
+        sbatch: [--qos=high, -C a100]
+        host_job: true
+        rule: downpour
+        name: run
+        """,
+    )
+    monkeypatch.setenv("MANIPLE_PARTITION", "gpu")
+    text = call(cli, "submit", "--dry-run", "--walltime", "1:00:00", "session.yaml")
+    assert f"# {tmp_path}/runs/run/host.sbatch" in text
+    for option in (
+        "--array=0-7%3", "--account=jvb-000-ag", "--time=1:00:00", "--gres=gpu:1", "--qos=high", "-C a100",
+        "--partition=gpu",
+    ):  # fmt: skip
+        assert f"\n#SBATCH {option}\n" in text
+    assert text.rstrip().endswith(f"{tmp_path}/runs/run {tmp_path}/train.py --lr 0.1")
+    assert not Path("runs").exists(), "nothing is begun"
+    assert shown("session.yaml")["rule"] == ("downpour", "session.yaml:12"), "the same file runs here too"

@@ -1,6 +1,7 @@
 """The command `maniple`."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,10 @@ from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
-from maniple.cli.settings import settings
+from maniple.cli.settings import model_settings, settings
+from maniple.cli.status import status
+from maniple.cli.stop import stop
+from maniple.cli.submit import submit
 from maniple.errors import ManipleError
 from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
@@ -32,6 +36,7 @@ def cli() -> None:
       maniple run -n 4 train.py --lr 0.1              on this machine
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
+      maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """
@@ -88,24 +93,7 @@ def cli() -> None:
     help="Two runs make the same to the bit: fixed shares of the samples, seeds, torch's deterministic algorithms.",
 )
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
-@click.option(
-    "--model",
-    metavar="FILE.py:CLASS",
-    help="Train the model of this class, by maniple's own loop, instead of a SCRIPT.",
-)
-@click.option(
-    "--model-arg",
-    "model_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An entry of the model's config; may be given several times.",
-)
-@click.option(
-    "--snapshot-epochs",
-    type=int,
-    metavar="K",
-    help="Keep the center after every K epochs of the model, with optimizer and record. Default: as the class says.",
-)
+@model_settings
 @settings
 @click.argument("script", type=click.Path(path_type=Path), required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -176,12 +164,20 @@ cli.add_command(doctor)
 cli.add_command(host)
 cli.add_command(join)
 cli.add_command(record)
+cli.add_command(submit)
+cli.add_command(status)
+cli.add_command(stop)
 
 
 def main() -> None:
-    """Run the command; every error of ours is one message and its exit code."""
+    """Run the command."""
+    told(lambda: cli(prog_name="maniple"))
+
+
+def told(act: Callable[[], Any]) -> None:
+    """Do something; every error of ours is one message and its exit code."""
     try:
-        cli(prog_name="maniple")
+        act()
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)

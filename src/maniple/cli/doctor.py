@@ -81,7 +81,7 @@ def doctor(
     sys.exit(1 if any(one.level == GRAVE for one in found) else 0)
 
 
-def warn_early(job: Job) -> None:
+def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
     """What a launcher tells before it begins. It takes a few milliseconds, and keeps nothing from being started."""
     if job.quiet:
         return
@@ -89,7 +89,7 @@ def warn_early(job: Job) -> None:
     left_out: set[str] = set()
     if job.listen is None or job.listen.address.is_loopback:  # nobody elsewhere is told it
         left_out |= {"name"}
-    if job.hosts or job.script is None:  # the workers are elsewhere
+    if is_elsewhere or job.hosts or job.script is None:  # the workers are
         left_out |= {"cores", "threads"}
     for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):
         click.echo(f"{click.style('maniple: warning:', fg='yellow')} {finding}", err=True)

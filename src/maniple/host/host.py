@@ -17,6 +17,7 @@ from maniple.center.snapshot import (
     check_snapshot,
     newest_snapshot,
     prune,
+    snapshots,
 )
 from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
@@ -40,6 +41,7 @@ class Host:
         self.unfinished = 0  # samples that were handed out and not done when the run ended
         self._most = most  # snapshots kept
         self._is_adopted = False
+        self.is_prepared = False  # the folder is not its own to remove
         self._restored = Restored.read(segment.path)
         self._joined: set[int] = set()
         self._saving = threading.Lock()
@@ -59,24 +61,49 @@ class Host:
     ) -> "Host":
         """Begin a run: a new folder, a new segment, a new lineage; with the named arrays of a file, if one is given."""
         salvaged = sweep(shared_memory, _salvage)
-        lineage = secrets.token_hex(8)
         folder = Folder.create(runs, name)
         try:
-            segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
+            host = cls._begun(shared_memory, folder, secrets.token_hex(8), asked, most=most, arrays=arrays)
         except BaseException:
             folder.discard()
             raise
+        host.salvaged = salvaged
+        return host
+
+    @classmethod
+    def _begun(
+        cls,
+        shared_memory: Path,
+        folder: Folder,
+        lineage: str,
+        asked: dict[str, Any],
+        *,
+        most: int,
+        arrays: Path | None = None,
+    ) -> "Host":
+        segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
         try:
             if arrays is not None:
                 _bring(segment, arrays)
             segment.made()
         except BaseException:
             segment.remove()
-            folder.discard()
             raise
         folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=platform.node())
-        host = cls(folder, segment, lineage, asked, most=most)
-        host.salvaged = salvaged
+        return cls(folder, segment, lineage, asked, most=most)
+
+    @classmethod
+    def go_on(cls, shared_memory: Path, run: Path, asked: dict[str, Any], *, most: int = KEEP) -> "Host":
+        """Begin the run of a folder that was made for it, or go on with it if it was begun, here or elsewhere."""
+        folder = Folder(run.resolve())
+        lineage = folder.read().get("lineage")
+        if lineage is not None and (snapshots(folder.center) or Segment.is_there(shared_memory, lineage)):
+            return cls.resume(shared_memory, run, asked, falls_back=True, most=most)
+        sweep(shared_memory, _salvage)
+        # Begun and ended before there was anything to save: it keeps its name, by which workers know it.
+        host = cls._begun(shared_memory, folder, lineage or secrets.token_hex(8), asked, most=most)
+        host.is_prepared = True
+        folder.describe(exit_code=None, ended=None)
         return host
 
     @classmethod
@@ -114,21 +141,20 @@ class Host:
         else:
             sweep(shared_memory, _salvage)
             path, manifest = _chosen(folder, lineage, which, falls_back=falls_back, news=news)
+            is_all = _has_all(folder, manifest)
             segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 find_again(segment, path, manifest)
-                Restored(count, manifest.saved, manifest.applied).write(segment.path)
+                Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
                 segment.made()
             except BaseException:
                 segment.remove()
                 raise
             ago = time.time() - manifest.saved
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
-            news.append(
-                f"the center begins again from {path.name} of {when}: what was contributed after that "
-                f"({ago:,.0f} s ago) is lost"
-            )
+            lost = "nothing was" if is_all else f"what was contributed after that ({ago:,.0f} s ago) is"
+            news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
             for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                 segment.mark(rank, DEAD)
             folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
@@ -175,10 +201,15 @@ class Host:
             self.segment.close()
             return
         self.segment.remove()
-        if self._restored.count == 0:
+        if self._restored.count == 0 and not self.is_prepared:
             self.folder.discard()
 
-    def close(self, exit_code: int) -> list[Path]:
+    def pause(self) -> list[Path]:
+        """Save the center and remove the shared memory, to go on later. There must be no server any more."""
+        finish_all(self.segment.path, lambda name: Shared.open(self.segment, self.segment.path / name))
+        return self.close(None)
+
+    def close(self, exit_code: int | None) -> list[Path]:
         """Save the center, remove the shared memory, and write down how the run ended; gives the files.
 
         If the center cannot be saved (OSError), it stays in memory, and a later run saves it.
@@ -196,6 +227,12 @@ class Host:
             with suppress(OSError):
                 self.folder.describe(ended=time.time(), exit_code=exit_code)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
+
+
+def _has_all(folder: Folder, manifest: Manifest) -> bool:
+    """The host ended in order, and this snapshot is what it saved then."""
+    ended = folder.read().get("ended")
+    return isinstance(ended, float) and manifest.saved <= ended and manifest.number == snapshots(folder.center)[-1][0]
 
 
 def _chosen(

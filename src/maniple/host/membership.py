@@ -12,7 +12,8 @@ from maniple.wire.stream import Stream
 class Membership:
     """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts.
 
-    `are_guests`: that launcher is another one, and does not tell what becomes of them.
+    `are_guests`: that launcher is another one, or a batch queue, and says neither when it starts them nor what becomes
+    of them.
     """
 
     def __init__(self, segment: Segment, events: Events, reserved: int, *, are_guests: bool = False) -> None:

@@ -13,7 +13,7 @@ class Restored(msgspec.Struct):
     """Where a restored center came from. A center that never was: count 0."""
 
     count: int = 0  # how often this lineage began again from a snapshot
-    saved: float = 0.0  # when that snapshot was written
+    saved: float = 0.0  # when that snapshot was written; 0: nothing was contributed after it
     applied: dict[str, dict[str, list[int]]] = {}  # worker -> center -> each parameter's word at its copy
 
     @classmethod

@@ -64,7 +64,9 @@ class Server:
         self._events = Events(self._folder.events("server"))
         self._lineage = place.segment.name.rpartition("-")[2]
         self._restored = Restored.read(place.segment)
-        self._members = Membership(self._segment, self._events, place.world, are_guests=place.is_guest)
+        self._members = Membership(
+            self._segment, self._events, place.world, are_guests=place.is_guest or place.is_queued
+        )
         self._turns = Turns()
         best = Best(
             self._folder.center,

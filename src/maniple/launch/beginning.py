@@ -1,4 +1,4 @@
-"""The beginning of a run: a new one, or one that goes on."""
+"""The beginning of a run: a new one, one that goes on, or one whose folder was made for it before."""
 
 from pathlib import Path
 
@@ -23,7 +23,12 @@ def begin(job: Job) -> tuple[Job, Host]:
     return job, Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
 
 
-def place_of(job: Job, host: Host) -> Place:
+def begin_in(run: Path, job: Job) -> tuple[Job, Host]:
+    """The host of `job` in a folder that was made for it; if it was begun there before, it goes on."""
+    return job, Host.go_on(shared_memory(), run, job.asked(), most=job.keep)
+
+
+def place_of(job: Job, host: Host, *, is_queued: bool) -> Place:
     """What all workers of a run have in common."""
     return Place(
         world=job.world,
@@ -34,6 +39,7 @@ def place_of(job: Job, host: Host) -> Place:
         seed=job.settled_seed,
         wire=job.wire,
         host_deadline_s=job.host_deadline_s,
+        is_queued=is_queued,
         launcher=job.launcher,
         circle=job.circle,
         circle_deadline_s=job.circle_deadline_s,

@@ -1,55 +1,59 @@
 """A run on this machine: workers are started together, looked after and ended, and nothing of them is left."""
 
-import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from maniple.errors import InvalidArgument, WorkerFailed
+from maniple.errors import InvalidArgument, ManipleError, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
-from maniple.launch.beginning import begin, place_of
+from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
-from maniple.launch.cores import divide_cores
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
+from maniple.launch.queue import Queue
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
-from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
+from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
-from maniple.place.machine import visible_gpus
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
+_QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
 _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_local(job: Job) -> int:
-    """Run `job` on this machine; gives the exit code."""
+def run_local(job: Job, queue: Queue | None = None, *, run: Path | None = None) -> int:
+    """Run `job` on this machine; gives the exit code.
+
+    Args:
+        queue: starts the workers instead, elsewhere; then here is the host alone.
+        run: a folder that was made for this run before.
+    """
     job.check()
     # From here on there is something to leave behind: a signal is noted, and waits until the run can end in order.
     noted: list[int] = []
     before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _ENDING}
     try:
-        return _begin(job).run(noted)
+        return _begin(job, queue, run).run(noted)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _begin(job: Job) -> "_Run":
-    job, host = begin(job)
+def _begin(job: Job, queue: Queue | None, run: Path | None) -> "_Run":
+    job, host = begin(job) if run is None else begin_in(run, job)
     try:
-        return _Run(job, host)
+        return _Run(job, host, queue)
     except BaseException:
         host.abandon()
         raise
@@ -58,25 +62,18 @@ def _begin(job: Job) -> "_Run":
 class _Run:
     """The life of a run, from the first start to the last death."""
 
-    def __init__(self, job: Job, host: Host) -> None:
-        self._job, self._host = job, host
-        place = place_of(job, host)
+    def __init__(self, job: Job, host: Host, queue: Queue | None) -> None:
+        self._job, self._host, self._queue = job, host, queue
+        self._is_paused = False
+        place = place_of(job, host, is_queued=queue is not None)
         self._gate = Gate(host, job.listen, place)
         self._server = Server(host, self._gate)
-        reach = self._gate.place.told(key=None)
-        cores = sorted(os.sched_getaffinity(0))
-        threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
-        devices = [job.device(rank % job.workers_per_node) for rank in range(job.workers)]
-        kind = Process
-        if job.hosts:
-            kind, reach = Remote, reach.told(address=str(self._gate.public))
-        self._processes = [
-            kind(job, host, rank, cores=part, threads=threads, reach=reach)
-            for rank, part in enumerate(divide_cores(cores, devices, visible=visible_gpus()))
-        ]
+        reach = reach_of(job, self._gate)
+        self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers)
-        self._view = open_view(quiet=job.quiet)
+        self._board = Board(host.folder, job.workers, is_queued=queue is not None)
+        self._comes_back = queue is not None and queue.comes_back
+        self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
         self._stopping = Stopping()
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
@@ -84,31 +81,39 @@ class _Run:
     def run(self, noted: list[int]) -> int:
         """Until its end; `noted` are the signals that came before it could begin."""
         exit_code = _OTHER
-        with self._view, self._signals():
+        with self._view:
             try:
+                self._from_now_on(self._interrupt)  # here, where it is caught
                 if noted:
                     raise KeyboardInterrupt
                 self._greet()
-                with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
+                every_s, is_early = self._job.snapshot_every_s, self._comes_back
+                with Snapshots(self._host, every_s, self._tell_unsaved, is_early=is_early):
                     self._watch()
                 exit_code = 0
-            except (WorkerFailed, InvalidArgument) as failure:
+            except (WorkerFailed, InvalidArgument, QueueRefused) as failure:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
-                exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
-                if self._vigil is not None:
-                    exit_code = self._vigil.exit_code() or _INTERRUPTED
-                if self._job.script:
-                    self._tell(self._view.error, "interrupted: ending the workers and saving the center")
-                else:
-                    self._say("ending: the workers are told, and the center is saved")
+                exit_code = self._mind_interrupt()
             finally:
                 self._from_now_on(self._hurry)
                 self._end_all()
                 self._show()
                 exit_code = self._close(exit_code)
         return exit_code
+
+    def _mind_interrupt(self) -> int:
+        """Somebody ends the run, or takes the machine away for a while; gives the exit code."""
+        if self._job.script is None:  # there is no other end for a host alone
+            self._say("ending: the workers are told, and the center is saved")
+            return 0 if self._vigil is None else self._vigil.exit_code() or _INTERRUPTED
+        self._is_paused = self._comes_back and self._queue is not None and not self._queue.is_stopped
+        if self._is_paused:
+            self._say("pausing: the center is saved, and the workers train on until this job begins again")
+            return 0
+        self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+        return 0 if self._comes_back else _INTERRUPTED
 
     def _greet(self) -> None:
         who = count(self._job.world, "worker") if self._job.world else "a host alone"
@@ -129,6 +134,8 @@ class _Run:
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
         children: list[Process | Producer | Server] = [*self._processes, *self._producers.all, self._server]
+        if self._queue is not None:
+            self._say(self._queue.begin(self._host))
         with selectors.DefaultSelector() as selector:
             while not self._is_done():
                 for child in children:
@@ -144,10 +151,13 @@ class _Run:
                     else:
                         self._mind_death(key.data)
                 self._producers.blame(at_once=False)
+                self._mind_queue()
                 self._show()
         self._producers.blame()
         if self._vigil is not None:
             self._vigil.check()
+        if self._queue is not None:
+            self._queue.check(has_joined=self._host.segment.has_members)
         elif not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
@@ -160,7 +170,14 @@ class _Run:
             return self._vigil.is_over
         if self._job.script is None or not all(process.is_done for process in self._processes):
             return False
-        return self._host.segment.live == 0
+        return self._host.segment.live == 0 and (self._queue is None or self._queue.is_done)
+
+    def _mind_queue(self) -> None:
+        if self._queue is not None:
+            for line in self._queue.news():
+                self._say(line)
+            if self._queue.is_stopped:
+                raise KeyboardInterrupt
 
     def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
@@ -212,6 +229,7 @@ class _Run:
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
+        self._end_queue()
         for process in self._processes:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
@@ -224,10 +242,21 @@ class _Run:
                 self._board.mark(process.rank, "ended")
         self._producers.end(lambda: self._is_hurried)
 
-    def _close(self, exit_code: int) -> int:
-        self._server.shut(_GRACE_S)
+    def _end_queue(self) -> None:
+        if self._queue is None or self._is_paused:
+            return
+        deadline = time.monotonic() + _QUEUE_GRACE_S
         try:
-            saved = self._host.close(exit_code)
+            while not self._queue.end() and not self._is_hurried and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+                self._show()
+        except ManipleError as error:
+            self._tell(self._view.error, f"the workers' jobs could not be cancelled: {error}")
+
+    def _close(self, exit_code: int) -> int:
+        self._server.shut(_GRACE_S, is_over=not self._is_paused)
+        try:
+            saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
         except OSError as error:
             self._tell(
                 self._view.error,
@@ -258,17 +287,9 @@ class _Run:
         except OSError:
             self._view = View()
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        before = self._from_now_on(self._interrupt)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _from_now_on(self, handler: Callable[..., None]) -> dict[int, Any]:
-        return {number: signal.signal(number, handler) for number in _ENDING}
+    def _from_now_on(self, handler: Callable[..., None]) -> None:
+        for number in _ENDING:
+            signal.signal(number, handler)
 
     def _interrupt(self, *_: Any) -> None:
         """The first Ctrl-C ends the run with patience; another one ends the patience."""

@@ -22,7 +22,7 @@ from maniple.sampler.remote import Borrower
 from maniple.wire.messages import Join, Welcome
 from maniple.worker.control import Control
 from maniple.worker.questions import Questions
-from maniple.worker.seat import JOIN_S, Count, told_place
+from maniple.worker.seat import Count, told_place
 
 
 class Far:
@@ -31,12 +31,13 @@ class Far:
     def __init__(self, place: Place, count: Count) -> None:
         self._door = door = Door.of(place)
         self._count = count
-        # A launcher that has started it from another machine tells its segment, which is not here, and a rank.
-        is_expected = place.segment is not None
+        # A launcher that has started it from another machine tells its segment, which is not here, and a rank. So does
+        # a queue, but for the segment.
+        is_expected = place.segment is not None or place.is_queued
         rank = place.rank if is_expected else -1
         who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
         self._control = Control(door, who, count=count)
-        self.place = told_place(place, told := self._control.join(JOIN_S))
+        self.place = told_place(place, told := self._control.join(place.join_deadline_s))
         self._lenders: list[Questions] = []
         self._questions = self._new_questions()
         self.events = Events(None, sink=self._control.write, worker=told.rank)
@@ -129,9 +130,11 @@ class Far:
         )
 
     def _tell_restored(self, welcome: Welcome) -> None:
+        self.events.write("restored", snapshot_time=welcome.restored_from)
+        if not welcome.restored_from:  # it had ended in order, and has all
+            return
         when = time.strftime("%H:%M:%S", time.localtime(welcome.restored_from))
         lost_s = max(0.0, time.time() - welcome.restored_from)
-        self.events.write("restored", snapshot_time=welcome.restored_from)
         warnings.warn(
             f"the host began again from its snapshot of {when}: contributions of the last {lost_s:.0f} s are lost",
             stacklevel=2,

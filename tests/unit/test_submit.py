@@ -1,0 +1,67 @@
+"""Submissions: what cannot be asked of a queue, and that what was asked is found again in the run folder."""
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from maniple.cli import cli
+from maniple.errors import InvalidArgument
+from maniple.host.gate import Listen
+from maniple.launch import Job
+from maniple.launch.slurm import Order, Resources
+from maniple.launch.submission import Submission
+from maniple.place import Limits
+from maniple.wire.address import Address
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["stop", "."], "was not submitted to a queue"),
+        (["status", "."], "is no run folder"),
+        (["submit", "-n", "2", "train.py"], "Add --slurm"),
+        (["submit", "--slurm", "train.py"], "Add --instances"),
+        (["submit", "--slurm", "-n", "0", "train.py"], "--instances 0 is below 1"),
+        (["submit", "--slurm", "-n", "2", "--walltime", "3h", "train.py"], "--walltime 3h is no time"),
+        (["submit", "--slurm", "-n", "2", "--mem", "lots", "train.py"], "--mem lots is no size"),
+        (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "has several lines"),
+        (["submit", "--slurm", "-n", "2", "--rule", "bsp", "train.py"], "has all workers meet"),
+        (["submit", "--slurm", "-n", "2", "none.py"], "there is no script"),
+        (["join", "--task", "127.0.0.1:1", "train.py"], "SLURM_ARRAY_TASK_ID is not set"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    done = CliRunner().invoke(cli, words, standalone_mode=False)
+    assert isinstance(done.exception, InvalidArgument | click.UsageError)
+    assert told in str(done.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_submission_is_found_again_in_its_folder(tmp_path):
+    job = Job(
+        script=Path("train.py"),
+        args=("--lr", "0.1"),
+        workers=3,
+        runs=Path("/somewhere/runs"),
+        listen=Listen(Address("10.0.0.7", 29400), tls=True),
+        limits=Limits(max_epochs=3, total_duration=1.5),
+        controller_args=("a=1",),
+    )
+    resources = Resources(3, walltime="1:00", sbatch=("--qos=high",))
+    order = Order(resources, tmp_path, Path("/home/me"), Path("/bin/python"), ("/home/me/train.py", "--lr", "0.1"))
+    submission = Submission(job, order, has_host_job=True, jobs={"host": "7"}).write()
+    assert Submission.read(tmp_path) == submission
+
+
+def test_a_stop_is_seen_by_whoever_looks_into_the_folder(tmp_path):
+    order = Order(Resources(1), tmp_path, tmp_path, Path("/bin/python"), ("train.py",))
+    submission = Submission(Job(), order)
+    submission.stop()
+    assert Submission(Job(), order).is_stopped
+    submission.unstop()
+    assert not submission.is_stopped
