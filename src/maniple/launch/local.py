@@ -19,6 +19,7 @@ from maniple.launch.meeting import meeting_point
 from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
+from maniple.launch.ray import Placed
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
@@ -91,8 +92,8 @@ class _Run:
         cores = sorted(os.sched_getaffinity(0))
         threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
         kind = Process
-        if job.hosts:
-            kind, reach = Remote, reach.told(address=str(self._gate.public))
+        if job.hosts or job.ray:
+            kind, reach = Placed if job.ray else Remote, reach.told(address=str(self._gate.public))
         self._processes = [
             kind(job, host, rank, cores=part, threads=threads, reach=reach)
             for rank, part in enumerate(split_cores(cores, job.workers))
@@ -222,8 +223,9 @@ class _Run:
     def _go_on_without(self, process: Process) -> None:
         process.give_up()
         self._board.mark(process.rank, "lost")
-        self._host.events.write("given up", worker=process.rank, node=self._job.node(process.rank))
-        self._say(f"worker {process.rank}: {self._job.node(process.rank)} cannot be reached, so the others go on alone")
+        node = self._job.node(process.rank)
+        self._host.events.write("given up", worker=process.rank, node=node)
+        self._say(f"worker {process.rank}: {node or 'its machine'} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
