@@ -4,6 +4,7 @@
     ├── InvalidArgument (ValueError)           2   a value the user gave cannot be used
     │   └── Conflict                           2   the script and the command line disagree
     ├── SharedMemoryFull (OSError)             3   the operating system refused the center's memory
+    ├── QueueRefused                           3   the batch queue refused what it was asked
     ├── LayoutMismatch                         1   this worker's parameters are not the center's
     ├── Diverged                               1   a replica kept offering values that are not finite
     ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the text says who was waited for
@@ -41,6 +42,12 @@ class Conflict(InvalidArgument):
 
 class SharedMemoryFull(ManipleError, OSError):
     """The center does not fit into the memory that the system grants."""
+
+    exit_code = 3
+
+
+class QueueRefused(ManipleError):
+    """The batch queue refused what it was asked, or did not answer."""
 
     exit_code = 3
 

@@ -20,6 +20,7 @@ class Owner:
     """What a replica asks of its worker."""
 
     is_over = False
+    is_hurried = False
 
     def samples_taken(self) -> int:
         return 0

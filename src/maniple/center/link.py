@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maniple.errors import BadFrame, HostAway, InvalidArgument, NotAdmitted, raise_remote
 from maniple.place import Place
 from maniple.wire.address import Address
 from maniple.wire.messages import Message, Refusal, Welcome
+from maniple.wire.posted import Posted
 from maniple.wire.proof import introduce
 from maniple.wire.stream import TIMEOUT_S, Stream, connect
 
@@ -35,6 +37,13 @@ class Door:
     token: str
     tls: "ssl.SSLContext | None" = None
     worker: str = field(default_factory=lambda: secrets.token_hex(8))
+    posted: Path | None = None  # where the host posts its address, for those who see its run folder
+
+    @property
+    def newest(self) -> Address:
+        """Where the host was last: one that was started again elsewhere has posted that."""
+        found = None if self.posted is None else Posted.read(self.posted)
+        return self.address if found is None else found.nearest
 
     @classmethod
     def of(cls, place: Place) -> "Door":
@@ -50,7 +59,7 @@ class Door:
             from maniple.wire.tls import worker_context
 
             tls = worker_context(place.certificate)
-        return cls(Address.parse(place.address), place.token, tls)
+        return cls(Address.parse(place.address), place.token, tls, posted=place.host_file)
 
 
 class Link:
@@ -72,6 +81,7 @@ class Link:
         self.unsettled: list[Callable[[], list[int]]] = []  # questions that a lost host has left open
         self._pid = os.getpid()
         self._door, self._role, self._timeout_s = door, role, timeout_s
+        self._address = door.address  # the last one that was tried
         self._may_try, self._on_restored = may_try, on_restored
         self._stream: Stream | None = None
         self._past_bytes = 0  # through connections that broke
@@ -97,14 +107,14 @@ class Link:
             self._door = replace(self._door, worker=secrets.token_hex(8))
         if self._stream is None:
             if not self._may_try() or time.monotonic() < self._next_try:
-                raise HostAway(f"the host at {self._door.address} is away: {self.reason}")
+                raise HostAway(f"the host at {self._address} is away: {self.reason}")
             try:
                 self._stream = self._connect()
             except (OSError, NotAdmitted, BadFrame) as error:
                 if self.lineage is None and not isinstance(error, OSError):
                     raise  # at the first contact: the token or the address is wrong, and no waiting helps
                 self._wait(str(error) or type(error).__name__)
-                raise HostAway(f"the host at {self._door.address} is away: {self.reason}") from error
+                raise HostAway(f"the host at {self._address} is away: {self.reason}") from error
             self._pause_s = _SHORTEST_PAUSE_S
         return self._stream
 
@@ -140,7 +150,8 @@ class Link:
         return checked(stream.receive_message())
 
     def _connect(self) -> Stream:
-        stream = connect(self._door.address, timeout_s=_CONNECT_S, tls=self._door.tls)
+        self._address = self._door.newest
+        stream = connect(self._address, timeout_s=_CONNECT_S, tls=self._door.tls)
         try:
             stream.set_timeout(_CONNECT_S)
             try:

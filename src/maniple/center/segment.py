@@ -95,7 +95,7 @@ class Segment:
     def adopt(cls, root: Path, lineage: str, run: Path) -> "Segment | None":
         """Take over the segment of a run whose host was killed; None if nothing of it is left."""
         path = root / f"{_PREFIX}{lineage}"
-        if not (path / "members").exists() or (path / _MAKING).exists():
+        if not cls.is_there(root, lineage):
             return None
         guard = ByteLocks(path / "host")
         patience = Patience(timeout_s=3)
@@ -117,6 +117,12 @@ class Segment:
                 segment.mark(rank, DEAD)
         return segment
 
+    @classmethod
+    def is_there(cls, root: Path, lineage: str) -> bool:
+        """A host has made the segment of this lineage, and it was not removed."""
+        path = root / f"{_PREFIX}{lineage}"
+        return (path / "members").exists() and not (path / _MAKING).exists()
+
     def made(self) -> None:
         """All is in it now."""
         (self.path / _MAKING).unlink(missing_ok=True)
@@ -125,6 +131,11 @@ class Segment:
     def live(self) -> int:
         """p, the workers alive now."""
         return self._members[:MAX_WORKERS].count(LIVE)
+
+    @property
+    def has_members(self) -> bool:
+        """Some worker is here, or was."""
+        return any(self._members[:MAX_WORKERS])  # NEVER is 0
 
     @property
     def departures(self) -> int:

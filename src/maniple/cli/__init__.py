@@ -1,27 +1,25 @@
 """The command `maniple`."""
 
-import shlex
 import sys
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 import maniple
+from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
-from maniple.cli.settings import settings
-from maniple.errors import InvalidArgument, ManipleError
-from maniple.launch import Job, Listen, run_local
-from maniple.pace import Every, RateLimit
-from maniple.place import CIRCLE_DEADLINE_S, CIRCLES, Limits
-from maniple.rules import parse_rule
+from maniple.cli.settings import model_settings, settings
+from maniple.cli.status import status
+from maniple.cli.stop import stop
+from maniple.cli.submit import submit
+from maniple.errors import ManipleError
+from maniple.launch import run_local
+from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
 from maniple.session import Configured
-from maniple.spec import split
-from maniple.wire.address import Address
 
-_OF_MODEL = ("model", "model_args", "snapshot_epochs")
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
@@ -36,6 +34,7 @@ def cli() -> None:
       maniple run -n 4 train.py --lr 0.1              on this machine
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
+      maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
       maniple record runs/last                        where the time of a --model went
     """
 
@@ -91,24 +90,7 @@ def cli() -> None:
     help="Two runs make the same to the bit: fixed shares of the samples, seeds, torch's deterministic algorithms.",
 )
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
-@click.option(
-    "--model",
-    metavar="FILE.py:CLASS",
-    help="Train the model of this class, by maniple's own loop, instead of a SCRIPT.",
-)
-@click.option(
-    "--model-arg",
-    "model_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An entry of the model's config; may be given several times.",
-)
-@click.option(
-    "--snapshot-epochs",
-    type=int,
-    metavar="K",
-    help="Keep the center after every K epochs of the model, with optimizer and record. Default: as the class says.",
-)
+@model_settings
 @settings
 @click.argument("script", type=click.Path(path_type=Path), required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -136,7 +118,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
-    sys.exit(run_local(_job(**options)))
+    sys.exit(run_local(job_from(**options)))
 
 
 @cli.command(cls=Configured)
@@ -166,73 +148,25 @@ def serve(**options: Any) -> None:
       maniple serve --resume runs/last                      after the host was killed
       maniple serve --from arrays.h5                        named arrays for maniple.Client
     """
-    sys.exit(run_local(_job(**options)))
-
-
-def _job(
-    *,
-    every: int | None,
-    maximum_rate: float | None,
-    listen: str | None,
-    tls: bool,
-    certificate: Path | None,
-    key: Path | None,
-    workers: int | None = None,
-    devices: str = "",
-    hosts: str = "",
-    **rest: Any,
-) -> Job:
-    if "script" in rest:
-        rest["script"] = _program(rest["script"], rest["model"], rest["args"])
-    else:  # a host alone
-        rest |= {name: Job.__dataclass_fields__[name].default for name in _OF_MODEL if name in rest}
-    limits = Limits(**{part.name: rest.pop(part.name) for part in fields(Limits)})
-    given, nodes = _split(devices), _split(hosts) if "script" in rest else ()
-    if nodes:
-        listen = listen or "0.0.0.0:0"
-    if every is not None and maximum_rate is not None:
-        raise click.UsageError("--every and --maximum-rate are two paces; give one of them.")
-    pace = None
-    if every is not None:
-        pace = f"every:{Every(every).n}"
-    elif maximum_rate is not None:
-        pace = f"rate:{RateLimit(maximum_rate).maximum_rate}"
-    if rest["rule"] is not None:
-        parse_rule(rest["rule"])
-    if listen is None and (tls or certificate or key):
-        raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
-    where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)
-    count = 0 if "script" not in rest else len(given) or 1 if workers is None else workers
-    count *= max(1, len(nodes))
-    return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, **rest)
-
-
-def _program(script: Path | None, model: str | None, args: tuple[str, ...]) -> Path:
-    """The file that the workers run: a script, or that of a model's class."""
-    if model is None:
-        if script is None:
-            raise click.UsageError("Missing argument 'SCRIPT'. Name a script, or a class by --model FILE.py:CLASS.")
-        return script
-    if script is not None or args:
-        raise InvalidArgument(
-            f"--model {model} is trained by maniple's own loop, but there is also {str(script or shlex.join(args))!r} "
-            "to run. Leave one of them out; settings of the class are given by --model-arg NAME=VALUE."
-        )
-    return split(model, "--model")[0]
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (word.strip() for word in text.split(","))))
+    sys.exit(run_local(job_from(**options)))
 
 
 cli.add_command(join)
 cli.add_command(record)
+cli.add_command(submit)
+cli.add_command(status)
+cli.add_command(stop)
 
 
 def main() -> None:
-    """Run the command; every error of ours is one message and its exit code."""
+    """Run the command."""
+    told(lambda: cli(prog_name="maniple"))
+
+
+def told(act: Callable[[], Any]) -> None:
+    """Do something; every error of ours is one message and its exit code."""
     try:
-        cli(prog_name="maniple")
+        act()
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)

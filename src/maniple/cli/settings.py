@@ -1,4 +1,4 @@
-"""The options that `run` and `serve` have in common."""
+"""The options that several commands have in common."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +119,35 @@ def settings(command: Command) -> Command:
             click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
             click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
             click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def model_settings(command: Command) -> Command:
+    """Give a command the options of models that are trained by maniple's own loop."""
+    for option in reversed(
+        [
+            click.option(
+                "--model",
+                metavar="FILE.py:CLASS",
+                help="Train the model of this class, by maniple's own loop, instead of a SCRIPT.",
+            ),
+            click.option(
+                "--model-arg",
+                "model_args",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="An entry of the model's config; may be given several times.",
+            ),
+            click.option(
+                "--snapshot-epochs",
+                type=int,
+                metavar="K",
+                help="Keep the center after every K epochs of the model, with optimizer and record. Default: as the "
+                "class says.",
+            ),
         ]
     ):
         command = option(command)

@@ -9,7 +9,6 @@ import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,6 +19,7 @@ from maniple.place import Place
 from maniple.record import Folder
 from maniple.record.folder import write_json, write_whole
 from maniple.wire.address import Address
+from maniple.wire.posted import FILE, Posted
 from maniple.wire.proof import fresh_token
 from maniple.wire.tls import host_context, make_certificate
 
@@ -69,7 +69,7 @@ class Gate:
             )
             self._describe()
         else:
-            here = self.unix or self._open_tcp(Address(), {})
+            here = self.unix or self._open_tcp(Address(), None)
             self.place = place.told(address=str(here), token=fresh_token())
 
     @property
@@ -95,9 +95,11 @@ class Gate:
         self.sockets.append(address.listen())
         return address
 
-    def _open_tcp(self, address: Address, known: dict[str, Any]) -> Address:
-        if address.port == 0 and known:  # a successor is found where its predecessor was
-            address = Address(known["host"] if address == Address() else address.host, known["port"])
+    def _open_tcp(self, address: Address, known: Posted | None) -> Address:
+        if address.port == 0 and known is not None:  # a successor is found where its predecessor was
+            # On another machine that port may be somebody else's; workers find the new one in the run folder.
+            port = known.port if known.is_here else 0
+            address = Address(known.host if address == Address() and known.is_here else address.host, port)
         try:
             self.sockets.append(address.listen())
         except OSError as error:
@@ -109,25 +111,22 @@ class Gate:
 
     def _describe(self) -> None:
         assert self.address is not None
-        write_json(
-            self._host.folder.path / "host.json",
-            {
-                "host": self.address.host,
-                "port": self.address.port,
-                "address": str(self.public),
-                "unix": str(self.unix) if self.unix else None,
-                "certificate": str(self.place.certificate) if self.place.certificate else None,
-                "key": str(self.place.key) if self.place.key else None,
-                "lineage": self._host.lineage,
-                "node": socket.gethostname(),
-                "pid": os.getpid(),
-            },
+        posted = Posted(
+            host=self.address.host,
+            port=self.address.port,
+            address=str(self.public),
+            unix=str(self.unix) if self.unix else None,
+            certificate=str(self.place.certificate) if self.place.certificate else None,
+            key=str(self.place.key) if self.place.key else None,
+            lineage=self._host.lineage,
+            node=socket.gethostname(),
+            pid=os.getpid(),
         )
+        write_json(self._host.folder.path / FILE, msgspec.to_builtins(posted))
 
 
-def _known(folder: Folder) -> dict[str, Any]:
-    path = folder.path / "host.json"
-    return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+def _known(folder: Folder) -> Posted | None:
+    return Posted.read(folder.path / FILE)
 
 
 def _token(folder: Folder) -> str:
@@ -145,8 +144,8 @@ def _certificate(folder: Folder, listen: Listen) -> dict[str, Path]:
     certificate, key = folder.path / "certificate.pem", folder.path / "key.pem"
     if listen.certificate is not None and listen.key is not None:
         certificate, key = listen.certificate.resolve(), listen.key.resolve()
-    elif (given := _known(folder)).get("key") and Path(given["key"]).exists():
-        certificate, key = Path(given["certificate"]), Path(given["key"])
+    elif (given := _known(folder)) is not None and given.certificate and given.key and Path(given.key).exists():
+        certificate, key = Path(given.certificate), Path(given.key)
     elif not listen.tls and not key.exists():
         return {}
     elif not key.exists():

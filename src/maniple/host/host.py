@@ -17,6 +17,7 @@ from maniple.center.snapshot import (
     check_snapshot,
     newest_snapshot,
     prune,
+    snapshots,
 )
 from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
@@ -39,6 +40,7 @@ class Host:
         self.unfinished = 0  # samples that were handed out and not done when the run ended
         self._most = most  # snapshots kept
         self._is_adopted = False
+        self.is_prepared = False  # the folder is not its own to remove
         self._restored = Restored.read(segment.path)
         self._joined: set[int] = set()
         self._saving = threading.Lock()
@@ -58,24 +60,48 @@ class Host:
     ) -> "Host":
         """Begin a run: a new folder, a new segment, a new lineage; with the named arrays of a file, if one is given."""
         salvaged = sweep(shared_memory, _salvage)
-        lineage = secrets.token_hex(8)
         folder = Folder.create(runs, name)
         try:
-            segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
+            host = cls._begun(shared_memory, folder, secrets.token_hex(8), asked, most=most, arrays=arrays)
         except BaseException:
             folder.discard()
             raise
+        host.salvaged = salvaged
+        return host
+
+    @classmethod
+    def _begun(
+        cls,
+        shared_memory: Path,
+        folder: Folder,
+        lineage: str,
+        asked: dict[str, Any],
+        *,
+        most: int,
+        arrays: Path | None = None,
+    ) -> "Host":
+        segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
         try:
             if arrays is not None:
                 _bring(segment, arrays)
             segment.made()
         except BaseException:
             segment.remove()
-            folder.discard()
             raise
         folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=platform.node())
-        host = cls(folder, segment, lineage, asked, most=most)
-        host.salvaged = salvaged
+        return cls(folder, segment, lineage, asked, most=most)
+
+    @classmethod
+    def go_on(cls, shared_memory: Path, run: Path, asked: dict[str, Any], *, most: int = KEEP) -> "Host":
+        """Begin the run of a folder that was made for it, or go on with it if it was begun, here or elsewhere."""
+        folder = Folder(run.resolve())
+        lineage = folder.read().get("lineage")
+        if lineage is not None and (snapshots(folder.center) or Segment.is_there(shared_memory, lineage)):
+            return cls.resume(shared_memory, run, asked, falls_back=True, most=most)
+        sweep(shared_memory, _salvage)
+        # Begun and ended before there was anything to save: it keeps its name, by which workers know it.
+        host = cls._begun(shared_memory, folder, lineage or secrets.token_hex(8), asked, most=most)
+        host.is_prepared = True
         return host
 
     @classmethod
@@ -174,10 +200,15 @@ class Host:
             self.segment.close()
             return
         self.segment.remove()
-        if self._restored.count == 0:
+        if self._restored.count == 0 and not self.is_prepared:
             self.folder.discard()
 
-    def close(self, exit_code: int) -> list[Path]:
+    def pause(self) -> list[Path]:
+        """Save the center and remove the shared memory, to go on later. There must be no server any more."""
+        finish_all(self.segment.path, lambda name: Shared.open(self.segment, self.segment.path / name))
+        return self.close(None)
+
+    def close(self, exit_code: int | None) -> list[Path]:
         """Save the center, remove the shared memory, and write down how the run ended; gives the files.
 
         If the center cannot be saved (OSError), it stays in memory, and a later run saves it.

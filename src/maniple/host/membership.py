@@ -10,10 +10,14 @@ from maniple.wire.stream import Stream
 
 
 class Membership:
-    """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts."""
+    """The workers of a run.
 
-    def __init__(self, segment: Segment, events: Events, reserved: int) -> None:
-        self._segment, self._events, self._reserved = segment, events, reserved
+    Ranks below `reserved` belong to the workers that the launcher starts, or with `is_queued` a batch queue, which
+    says neither when it does nor what becomes of them.
+    """
+
+    def __init__(self, segment: Segment, events: Events, reserved: int, *, is_queued: bool = False) -> None:
+        self._segment, self._events, self._reserved, self._is_queued = segment, events, reserved, is_queued
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
@@ -23,7 +27,8 @@ class Membership:
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
-        expected = [rank for rank in range(self._reserved, MAX_WORKERS) if self._segment.state(rank) == LIVE]
+        first = 0 if self._is_queued else self._reserved
+        expected = [rank for rank in range(first, MAX_WORKERS) if self._segment.state(rank) == LIVE]
 
         def look() -> None:
             with self._lock:
@@ -54,7 +59,8 @@ class Membership:
         with self._lock:
             is_known = worker in self._ranks
             rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said.rank)
-            if not is_known and rank != said.rank:
+            is_of_queue = self._is_queued and is_ours and not said.is_back
+            if not is_known and (rank != said.rank or is_of_queue):
                 self._segment.renew(rank)
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
                 self._segment.mark(rank, LIVE)

@@ -63,7 +63,7 @@ class Server:
         self._events = Events(self._folder.events("server"))
         self._lineage = place.segment.name.rpartition("-")[2]
         self._restored = Restored.read(place.segment)
-        self._members = Membership(self._segment, self._events, place.world)
+        self._members = Membership(self._segment, self._events, place.world, is_queued=place.is_queued)
         self._turns = Turns()
         best = Best(
             self._folder.center,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from maniple.record import Folder, Row, Tail
 from maniple.record.events import parse_events
 
+# What the server says of a worker that this launcher has not started itself.
+_STATES = {"joined": "training", "restarted": "training", "returned": "training", "lost": "lost", "left": "done"}
+
 
 @dataclass
 class Standing:
@@ -30,9 +33,9 @@ def count(number: int, thing: str) -> str:
 class Board:
     """All workers' standings, kept up to date by following their events and logs."""
 
-    def __init__(self, folder: Folder, workers: int) -> None:
-        self._own = workers  # the launcher itself knows what becomes of these
-        self.standings = [Standing() for _ in range(workers)]
+    def __init__(self, folder: Folder, workers: int, *, is_queued: bool = False) -> None:
+        self._own = 0 if is_queued else workers  # the launcher itself knows what becomes of these
+        self.standings = [Standing("queued" if is_queued else "starting") for _ in range(workers)]
         self._since = time.time()
         self.stop = ""  # why the controller lets everybody stop
         self.exit_code: int | None = None  # what the first failed worker's own error asks for
@@ -75,9 +78,7 @@ class Board:
         """A worker of another machine has come or gone, or the controller has decided to stop."""
         if row.get("event") == "stop" and row["timestamp"] >= self._since:  # not that of a run that goes on now
             self.stop = str(row.get("reason"))
-        state = {"joined": "training", "returned": "training", "lost": "lost", "left": "done"}.get(
-            str(row.get("event"))
-        )
+        state = _STATES.get(str(row.get("event")))
         if state is not None and (rank := int(row["worker"])) >= self._own:
             while len(self.standings) <= rank:
                 self._events.append(Tail(self._folder.events(len(self.standings))))

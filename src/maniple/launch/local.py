@@ -9,55 +9,53 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import InvalidArgument, WorkerFailed
+from maniple.errors import InvalidArgument, ManipleError, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.job import Job, split_cores, thread_variables
-from maniple.launch.meeting import meeting_point
-from maniple.launch.memory import remembered
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
+from maniple.launch.queue import Queue
 from maniple.launch.ray import Placed
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
 from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
-from maniple.place import Place, asked_threads, shared_memory
-from maniple.record.folder import fresh_name
+from maniple.place import asked_threads
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
+_QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
 _REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_local(job: Job) -> int:
-    """Run `job` on this machine; gives the exit code."""
+def run_local(job: Job, queue: Queue | None = None, *, run: Path | None = None) -> int:
+    """Run `job` on this machine; gives the exit code.
+
+    Args:
+        queue: starts the workers instead, elsewhere; then here is the host alone.
+        run: a folder that was made for this run before.
+    """
     job.check()
     # From here on there is something to leave behind: a signal is noted, and waits until the run can end in order.
     noted: list[int] = []
     before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _ENDING}
     try:
-        return _begin(job).run(noted)
+        return _begin(job, queue, run).run(noted)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _begin(job: Job) -> "_Run":
-    if (run := job.resume) is not None:
-        job = remembered(job, run)
-        # A host alone is often started by a machine, which cannot choose between snapshots.
-        falls_back = job.script is None
-        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
-    else:
-        name = job.name or fresh_name(job.runs, job.script or Path("host"))
-        host = Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
+def _begin(job: Job, queue: Queue | None, run: Path | None) -> "_Run":
+    job, host = begin(job) if run is None else begin_in(run, job)
     try:
-        return _Run(job, host)
+        return _Run(job, host, queue)
     except BaseException:
         host.abandon()
         raise
@@ -66,26 +64,10 @@ def _begin(job: Job) -> "_Run":
 class _Run:
     """The life of a run, from the first start to the last death."""
 
-    def __init__(self, job: Job, host: Host) -> None:
-        self._job, self._host = job, host
-        place = Place(
-            world=job.workers,
-            run=host.folder.path,
-            segment=host.segment.path,
-            rule=job.rule,
-            pace=job.pace,
-            seed=job.settled_seed,
-            wire=job.wire,
-            host_deadline_s=job.host_deadline_s,
-            launcher="maniple",
-            circle=job.circle,
-            circle_deadline_s=job.circle_deadline_s,
-            deterministic=job.deterministic,
-            master=meeting_point(job),
-            limits=job.limits,
-            controller=job.controller,
-            controller_args=job.controller_args,
-        )
+    def __init__(self, job: Job, host: Host, queue: Queue | None) -> None:
+        self._job, self._host, self._queue = job, host, queue
+        self._is_paused = False
+        place = place_of(job, host, is_queued=queue is not None)
         self._gate = Gate(host, job.listen, place)
         self._server = Server(host, self._gate)
         reach = self._gate.place.told(key=None)
@@ -96,11 +78,12 @@ class _Run:
             kind, reach = Placed if job.ray else Remote, reach.told(address=str(self._gate.public))
         self._processes = [
             kind(job, host, rank, cores=part, threads=threads, reach=reach)
-            for rank, part in enumerate(split_cores(cores, job.workers))
+            for rank, part in enumerate(split_cores(cores, job.workers if queue is None else 0))
         ]
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers)
-        self._view = open_view(quiet=job.quiet)
+        self._board = Board(host.folder, job.workers, is_queued=queue is not None)
+        self._comes_back = queue is not None and queue.comes_back
+        self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
         self._stopping = Stopping()
         self._is_hurried = False
 
@@ -112,24 +95,33 @@ class _Run:
                 if noted:
                     raise KeyboardInterrupt
                 self._greet()
-                with Snapshots(self._host, self._job.snapshot_every_s, self._tell_unsaved):
+                every_s, is_early = self._job.snapshot_every_s, self._comes_back
+                with Snapshots(self._host, every_s, self._tell_unsaved, is_early=is_early):
                     self._watch()
                 exit_code = 0
-            except (WorkerFailed, InvalidArgument) as failure:
+            except (WorkerFailed, InvalidArgument, QueueRefused) as failure:
                 exit_code = self._board.exit_code or failure.exit_code
                 self._tell(self._view.error, str(failure))
             except KeyboardInterrupt:
-                exit_code = _INTERRUPTED if self._job.script else 0  # there is no other end for a host alone
-                if self._job.script:
-                    self._tell(self._view.error, "interrupted: ending the workers and saving the center")
-                else:
-                    self._say("ending: the workers are told, and the center is saved")
+                exit_code = self._mind_interrupt()
             finally:
                 self._from_now_on(self._hurry)
                 self._end_all()
                 self._show()
                 exit_code = self._close(exit_code)
         return exit_code
+
+    def _mind_interrupt(self) -> int:
+        """Somebody ends the run, or takes the machine away for a while; gives the exit code."""
+        if self._job.script is None:  # there is no other end for a host alone
+            self._say("ending: the workers are told, and the center is saved")
+            return 0
+        self._is_paused = self._comes_back and self._queue is not None and not self._queue.is_stopped
+        if self._is_paused:
+            self._say("pausing: the center is saved, and the workers train on until this job begins again")
+            return 0
+        self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+        return 0 if self._comes_back else _INTERRUPTED
 
     def _greet(self) -> None:
         who = count(self._job.workers, "worker") if self._job.script else "a host alone"
@@ -149,6 +141,8 @@ class _Run:
     def _watch(self) -> None:
         """Until all workers have ended well; raises WorkerFailed if one has not and may not start again."""
         children: list[Process | Producer | Server] = [*self._processes, *self._producers.all, self._server]
+        if self._queue is not None:
+            self._say(self._queue.begin(self._host))
         with selectors.DefaultSelector() as selector:
             while not self._is_done():
                 for child in children:
@@ -164,9 +158,12 @@ class _Run:
                     else:
                         self._mind_death(key.data)
                 self._producers.blame(at_once=False)
+                self._mind_queue()
                 self._show()
         self._producers.blame()
-        if not self._host.has_joined:
+        if self._queue is not None:
+            self._queue.check(has_joined=self._host.segment.has_members)
+        elif not self._host.has_joined:
             raise WorkerFailed(
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
                 "apart, and there is no center. Add `worker = maniple.join()` and `worker.share(model, optimizer)`."
@@ -176,7 +173,14 @@ class _Run:
         """All workers have ended, those of other machines too. A host alone goes on until it is told to end."""
         if self._job.script is None or not all(process.is_done for process in self._processes):
             return False
-        return self._host.segment.live == 0
+        return self._host.segment.live == 0 and (self._queue is None or self._queue.is_done)
+
+    def _mind_queue(self) -> None:
+        if self._queue is not None:
+            for line in self._queue.news():
+                self._say(line)
+            if self._queue.is_stopped:
+                raise KeyboardInterrupt
 
     def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
@@ -229,6 +233,7 @@ class _Run:
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
+        self._end_queue()
         for process in self._processes:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
@@ -241,10 +246,21 @@ class _Run:
                 self._board.mark(process.rank, "ended")
         self._producers.end(lambda: self._is_hurried)
 
-    def _close(self, exit_code: int) -> int:
-        self._server.shut(_GRACE_S)
+    def _end_queue(self) -> None:
+        if self._queue is None or self._is_paused:
+            return
+        deadline = time.monotonic() + _QUEUE_GRACE_S
         try:
-            saved = self._host.close(exit_code)
+            while not self._queue.end() and not self._is_hurried and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+                self._show()
+        except ManipleError as error:
+            self._tell(self._view.error, f"the workers' jobs could not be cancelled: {error}")
+
+    def _close(self, exit_code: int) -> int:
+        self._server.shut(_GRACE_S, is_over=not self._is_paused)
+        try:
+            saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
         except OSError as error:
             self._tell(
                 self._view.error,

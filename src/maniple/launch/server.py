@@ -45,10 +45,11 @@ class Server(Child):
         lived_s = time.monotonic() - self._started
         self._due = time.monotonic() + (0.0 if lived_s > 1 else _LONGEST_PAUSE_S if lived_s < 0.2 else 0.2)
 
-    def shut(self, timeout_s: float) -> None:
-        """Let it tell the workers that the run has ended; then end it."""
+    def shut(self, timeout_s: float, *, is_over: bool = True) -> None:
+        """Let it tell the workers that the run has ended, if it is over; then end it."""
         if self.is_running:
-            tell_over(self._host.segment.path)
+            if is_over:
+                tell_over(self._host.segment.path)
             self.signal(signal.SIGTERM)
             if not self.has_ended(timeout_s):
                 self.signal(signal.SIGKILL)

@@ -38,7 +38,14 @@ class View(AbstractContextManager["View"]):
         return None
 
 
-class Lines(View):
+class Words(View):
+    """What the host says, and nothing of the workers: for a file in which nobody looks for them."""
+
+    def say(self, text: str) -> None:
+        print(f"H  | {text}", flush=True)
+
+
+class Lines(Words):
     """Plain lines: what workers print, and every few seconds where they stand."""
 
     def __init__(self) -> None:
@@ -51,11 +58,8 @@ class Lines(View):
         if time.monotonic() - self._last >= _PLAIN_EVERY_S:
             self._last = time.monotonic()
             for rank, standing in enumerate(board.standings):
-                words = " ".join(f"{name} {value}" for name, value in _values(standing).items())
+                words = " ".join(f"{name} {value}" for name, value in values(standing).items())
                 print(f"W{rank} : {words}", flush=True)
-
-    def say(self, text: str) -> None:
-        print(f"H  | {text}", flush=True)
 
 
 class Rows(View):
@@ -91,26 +95,29 @@ class Rows(View):
         self._console.print(Text(f"maniple: {text}", style="red"))
 
 
-def open_view(*, quiet: bool) -> View:
-    """The view that fits where standard output goes."""
+def open_view(*, quiet: bool, is_brief: bool = False) -> View:
+    """The view that fits where standard output goes; a brief one has no room for the workers."""
     if quiet:
         return View()
+    if is_brief:
+        return Words()
     return Rows() if sys.stdout.isatty() else Lines()
 
 
 def _table(board: Board) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", *_values(Standing())):
+    for name in ("worker", *values(Standing())):
         table.add_column(name, justify="left" if name in {"worker", "state"} else "right")
     for rank, standing in enumerate(board.standings):
-        table.add_row(f"W{rank}", *_values(standing).values())
+        table.add_row(f"W{rank}", *values(standing).values())
     total = sum(s.samples_per_s for s in board.standings)
     if total and len(board.standings) > 1:
         table.add_row("all", "", f"{sum(s.step for s in board.standings):,}", f"{total:,.0f} samples/s", "", "")
     return table
 
 
-def _values(standing: Standing) -> dict[str, str]:
+def values(standing: Standing) -> dict[str, str]:
+    """What is shown of a worker, by the names of columns."""
     rate, unit = (standing.samples_per_s, "samples") if standing.samples else (standing.steps_per_s, "steps")
     return {
         "state": standing.state,

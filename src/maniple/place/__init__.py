@@ -15,11 +15,13 @@ from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.place.launchers import meeting_point, started_by
+from maniple.place.limits import Limits, asked_limits
 from maniple.place.variables import flag, number, path_in, seconds
 
 DEFAULT_SEED = 1
 HOST_DEADLINE_S = 600.0
 CIRCLE_DEADLINE_S = 600.0
+JOIN_DEADLINE_S = 60.0
 CIRCLES = ("shared", "torch", "mpi")
 
 # The variables by which numeric libraries learn how many threads to start.
@@ -34,24 +36,6 @@ THREAD_VARIABLES = (
 
 # Variables of a place that mean something else than the option with that name.
 _NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When the controller lets everybody validate and stop; 0 is never."""
-
-    max_batches: int = 0  # over all workers
-    max_epochs: int = 0
-    total_duration: float = 0.0  # seconds
-    validate_every: int = 0  # batches, over all workers
-    patience: int = 0  # validations that bring nothing better
-
-    def check(self) -> None:
-        """Raise InvalidArgument if it makes no sense."""
-        for name, value in asdict(self).items():
-            if not 0 <= value < 1e15:
-                option = name.replace("_", "-")
-                raise InvalidArgument(f"--{option} {value} is no limit. Give a number above 0, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -76,6 +60,9 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    host_file: Path | None = None  # host.json of the run folder, where a host that has moved is found again
+    join_deadline_s: float = JOIN_DEADLINE_S  # for so long a worker that starts waits for its host
+    is_queued: bool = False  # a batch queue starts the workers, each when there is room for it
     limits: Limits = field(default_factory=Limits)
     controller: str | None = None  # FILE.py:CLASS
     controller_args: tuple[str, ...] = ()  # NAME=VALUE
@@ -127,6 +114,9 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_HOST_FILE": place.host_file,
+        "MANIPLE_JOIN_DEADLINE": place.join_deadline_s,
+        "MANIPLE_QUEUED": 1 if place.is_queued else None,
         "MANIPLE_LAUNCHER": place.launcher or None,
         "MANIPLE_CIRCLE": place.circle,
         "MANIPLE_CIRCLE_DEADLINE": place.circle_deadline_s,
@@ -166,6 +156,9 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=path_in(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        host_file=path_in(env, "MANIPLE_HOST_FILE"),
+        join_deadline_s=seconds(env, "MANIPLE_JOIN_DEADLINE", JOIN_DEADLINE_S),
+        is_queued=flag(env, "MANIPLE_QUEUED"),
         limits=asked_limits(env),
         controller=env.get("MANIPLE_CONTROLLER"),
         controller_args=tuple(json.loads(env.get("MANIPLE_CONTROLLER_ARGS") or "[]")),
@@ -196,8 +189,20 @@ def joining(place: Place, env: Mapping[str, str] = os.environ) -> dict[str, str]
     """The variables of a process that joins the host of `place`, whoever starts it."""
     kept = {name: env[name] for name in ("MANIPLE_TOKEN", "MANIPLE_CERTIFICATE", "MANIPLE_DEVICE") if name in env}
     others = {name: value for name, value in env.items() if name not in _variables(Place())}
-    told = {name: value for name, value in environment(place).items() if name.startswith("MANIPLE_")}
+    told = {name: value for name, value in environment(place).items() if place.is_queued or name.startswith("MANIPLE_")}
     return others | kept | told
+
+
+def queue_task(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Which task of how many a job array of Slurm has started here, and how often before."""
+    if "SLURM_ARRAY_TASK_ID" not in env:
+        raise InvalidArgument(
+            "--task is for a task of a job array, but SLURM_ARRAY_TASK_ID is not set. Leave --task out, or submit the "
+            "script with `maniple submit --slurm`."
+        )
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_RESTART_COUNT")
+    task, count, restarts = (number(env, name, 0) for name in names)
+    return task, max(count, 1), restarts
 
 
 def setting_variable(key: str) -> str:
@@ -281,16 +286,3 @@ def _token(env: Mapping[str, str]) -> str | None:
         raise InvalidArgument(
             f"the token file {path} cannot be read: {error.strerror}. It is `token` in the run folder."
         ) from None
-
-
-def asked_limits(env: Mapping[str, str] = os.environ) -> Limits:
-    """The limits that the environment tells."""
-    limits = Limits(
-        max_batches=number(env, "MANIPLE_MAX_BATCHES", 0),
-        max_epochs=number(env, "MANIPLE_MAX_EPOCHS", 0),
-        total_duration=seconds(env, "MANIPLE_TOTAL_DURATION", 0.0),
-        validate_every=number(env, "MANIPLE_VALIDATE_EVERY", 0),
-        patience=number(env, "MANIPLE_PATIENCE", 0),
-    )
-    limits.check()
-    return limits

@@ -6,6 +6,7 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
             center/         the shared parameters, as snapshots
             token           by which workers elsewhere and the host know each other; readable by its owner alone
             host.json       where the host listens
+            submit.json     what was asked of a batch queue, if the run was submitted to one, and the ids of its jobs
 runs/last -> <name>
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 import msgspec
 
 from maniple.errors import InvalidArgument
+
+SUBMITTED = "submit.json"
 
 
 class Folder:

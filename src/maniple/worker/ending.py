@@ -4,18 +4,65 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from maniple.errors import ManipleError
 
+if TYPE_CHECKING:
+    from maniple.worker.replica import Replica
+
 OnError = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
+# For so long a step that is under way may go on: who sends SIGTERM kills soon after, SIGUSR1 is sent well before.
+_STEP_S = {signal.SIGTERM: 1.0, signal.SIGUSR1: 20.0}
 
-def watch_the_end(
-    *, at_exit: Callable[[], None], on_error: OnError, on_sigterm: Callable[[int, FrameType | None], None]
-) -> None:
-    """Call `at_exit` when the script ends, `on_error` before that if it fails, `on_sigterm` if it is told to."""
+
+class Ending:
+    """A signal that tells this worker to end: noted when it comes, and followed where it cuts no step in two.
+
+    SIGTERM ends the script with the exit code 143, as a program ends that knows nothing of it. SIGUSR1 is what batch
+    queues send before the time is over, if they are asked to: then the exit code is 0, for nothing went wrong.
+    """
+
+    def __init__(self, replicas: Sequence["Replica"], *, has_left: Callable[[], bool]) -> None:
+        self.exit_code: int | None = None  # once it is told to end
+        self._replicas, self._has_left = replicas, has_left
+        self._pid = os.getpid()
+
+    @property
+    def is_told(self) -> bool:
+        """A signal has come."""
+        return self.exit_code is not None
+
+    def hear(self, number: int, _: FrameType | None) -> None:
+        """Note a signal. What is under way ends first; a second signal, or the deadline, does not wait for a step."""
+        is_first, is_forked = not self.is_told, os.getpid() != self._pid
+        if is_first:
+            self.exit_code = 0 if number == signal.SIGUSR1 else 128 + number
+        if any(replica.is_exchanging for replica in self._replicas) and not is_forked:
+            return
+        if is_first and self._replicas and not is_forked:
+            timer = threading.Timer(_STEP_S.get(signal.Signals(number), 1.0), os.kill, (self._pid, number))
+            timer.daemon = True
+            timer.start()
+            return
+        self.follow()
+
+    def follow(self) -> None:
+        """End the script here if a signal has come, as if it had ended by itself."""
+        if (
+            self.exit_code is not None
+            and not self._has_left()
+            and threading.current_thread() is threading.main_thread()
+        ):
+            raise SystemExit(self.exit_code)
+
+
+def watch_the_end(*, at_exit: Callable[[], None], on_error: OnError, on_signal: Callable[..., None]) -> None:
+    """Call `at_exit` when the script ends, `on_error` before that if it fails, `on_signal` if it is told to."""
     atexit.register(_end_well_or_not, at_exit)
     before = sys.excepthook
 
@@ -26,7 +73,9 @@ def watch_the_end(
     sys.excepthook = note
     try:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, on_sigterm)
+            signal.signal(signal.SIGTERM, on_signal)
+        if signal.getsignal(signal.SIGUSR1) in {signal.SIG_DFL, signal.SIG_IGN}:  # ignored until now: see launch.slurm
+            signal.signal(signal.SIGUSR1, on_signal)
     except ValueError:  # joined outside the main thread: signals stay as they are
         pass
 

@@ -25,8 +25,6 @@ from maniple.worker.control import Control
 from maniple.worker.questions import Questions
 from maniple.worker.seat import Count
 
-_JOIN_S = 60.0  # for so long a worker that starts waits for its host
-
 
 class Far:
     """A worker that reaches its host over the network."""
@@ -34,12 +32,13 @@ class Far:
     def __init__(self, place: Place, count: Count) -> None:
         self._door = door = Door.of(place)
         self._count = count
-        # A launcher that has started it from another machine tells its segment, which is not here, and a rank.
-        is_expected = place.segment is not None
+        # A launcher that has started it from another machine tells its segment, which is not here, and a rank. So does
+        # a queue, but for the segment.
+        is_expected = place.segment is not None or place.is_queued
         rank = place.rank if is_expected else -1
         who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
         self._control = Control(door, who, count=count)
-        told = self._control.join(_JOIN_S)
+        told = self._control.join(place.join_deadline_s)
         self.place = place.told(
             rank=told.rank,
             world=told.world,

@@ -1,6 +1,7 @@
 """The replica: this worker's own copy of the parameters, and its dealings with the center."""
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Generator
@@ -20,6 +21,7 @@ from maniple.worker.owner import Owner
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
+_HURRIED_S = 3.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
 _PROGRESS_S = 0.5  # how often a row tells how far this worker is
 
 
@@ -73,6 +75,7 @@ class Replica:
         if self.pace.due(self._since_exchange, time.perf_counter() - self._start):
             self.exchange()
         self._end_step()
+        self._worker.end_if_told()
 
     def reduce(self, gradients: Any = None) -> None:
         """Average the gradients now, with a rule that does; alone there is nothing to average."""
@@ -182,7 +185,8 @@ class Replica:
             return
         if exchange and self._since_exchange and not self._is_center:
             self.exchange()
-            while self._is_away and not self._worker.is_over:  # the last exchange waits for a host that is away
+            deadline = time.monotonic() + (_HURRIED_S if self._worker.is_hurried else math.inf)
+            while self._is_away and not self._worker.is_over and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self.exchange()
             self._stepped = time.perf_counter()

@@ -4,7 +4,7 @@ import os
 import traceback
 from collections.abc import Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import check_return, is_in_step, settle
 from maniple.worker.circles import Circles
-from maniple.worker.ending import watch_the_end
+from maniple.worker.ending import Ending, watch_the_end
 from maniple.worker.logged import plain
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
@@ -72,14 +72,14 @@ class Worker(Calls):
             seed_all(self.seed)
         self.has_left = self._has_failed = False
         self._place, self._pid = place, os.getpid()
-        self._exit_code: int | None = None
+        self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
         self._stop: StopAfter | None = None
         self._circles = Circles(place, self._seat, self._events, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
-            watch_the_end(at_exit=self.leave, on_error=self._fail, on_sigterm=self._end)
+            watch_the_end(at_exit=self.leave, on_error=self._fail, on_signal=self._ending.hear)
 
     @property
     def device(self) -> str:
@@ -99,6 +99,11 @@ class Worker(Calls):
     def is_over(self) -> bool:
         """The host has ended the run: there is nobody to exchange with any more."""
         return self._seat is not None and self._seat.is_over
+
+    @property
+    def is_hurried(self) -> bool:
+        """A signal has told this worker to end."""
+        return self._ending.is_told
 
     def share(
         self,
@@ -233,7 +238,7 @@ class Worker(Calls):
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
             if not self._has_failed:
-                self._samples.finish(is_early=self._exit_code is not None or self._is_told_to_stop())
+                self._samples.finish(is_early=self.is_hurried or self._is_told_to_stop())
         finally:
             self._feeds.close()
             self._circles.close()
@@ -269,6 +274,7 @@ class Worker(Calls):
             replica.rest()
 
     def _is_told_to_stop(self) -> bool:
+        self.end_if_told()  # who asks is between two steps
         is_due = self._stop is not None and self._stop.is_due
         return is_due or self.is_over or bool((self._seat or self._alone).stop)
 
@@ -287,14 +293,6 @@ class Worker(Calls):
             traceback="".join(traceback.format_exception(kind, error, trace)),
         )
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM: end as if the script had ended here, so that the last exchange is made."""
-        del frame
-        self._exit_code = 128 + number
-        if not any(replica.is_exchanging for replica in self._replicas):
-            self.end_if_told()
-
     def end_if_told(self) -> None:
-        """Follow a SIGTERM that came, if one did: at once, or after the exchange that it fell into."""
-        if self._exit_code is not None and not self.has_left:
-            raise SystemExit(self._exit_code)
+        """Follow a signal that came, if one did: after the step or the exchange that it fell into."""
+        self._ending.follow()

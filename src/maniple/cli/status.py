@@ -1,0 +1,51 @@
+"""The command `maniple status`: where a run stands, seen from its folder."""
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from maniple.launch.board import Board
+from maniple.launch.slurm import look
+from maniple.launch.submission import Submission
+from maniple.launch.view import values
+from maniple.launch.whereabouts import find_host
+from maniple.record import Folder
+from maniple.record.folder import SUBMITTED
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def status(*, run: Path) -> None:
+    """Tell where a run stands: its host, its jobs in the queue, its workers.
+
+    RUN is a run folder that can be seen from here.
+
+    \b
+      maniple status runs/last
+    """
+    run = run.resolve()
+    click.echo(f"run   {run}")
+    click.echo(f"host  {find_host(run).words}")
+    for line in _jobs(run):
+        click.echo(f"job   {line}")
+    board = Board(Folder(run), 0)
+    board.refresh()
+    for rank, standing in enumerate(board.standings):
+        words = "  ".join(f"{name} {value}" for name, value in values(standing).items())
+        click.echo(f"W{rank:<4} {words}")
+
+
+def _jobs(run: Path) -> list[str]:
+    if not (run / SUBMITTED).exists():
+        return []
+    lines: list[str] = []
+    for kind, job in Submission.read(run).jobs.items():
+        tasks = look([job])
+        states = Counter(task.state.lower() for task in tasks or [])
+        words = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        nodes = sorted({task.node for task in tasks or [] if task.node and not task.is_over})
+        where = f" on {', '.join(nodes)}" if nodes else ""
+        unknown = "the queue does not answer" if tasks is None else "ended, and forgotten by the queue"
+        lines.append(f"{job} ({kind}): {words or unknown}{where}")
+    return lines

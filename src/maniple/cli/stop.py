@@ -1,0 +1,64 @@
+"""The command `maniple stop`: end a run that was submitted to a batch queue."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from maniple.errors import WaitedTooLong
+from maniple.launch.death import short
+from maniple.launch.slurm import cancel, look
+from maniple.launch.submission import Submission
+from maniple.launch.whereabouts import find_host
+
+_TICK_S = 0.5
+
+
+@click.command()
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the host, and then for the queue.",
+)
+@click.argument("run", type=click.Path(path_type=Path))
+def stop(*, run: Path, timeout_s: float) -> None:
+    """End a run that `maniple submit` has begun: its workers leave, its host saves the center, its jobs are cancelled.
+
+    RUN is its folder. `maniple submit --resume RUN` goes on with it later.
+
+    \b
+      maniple stop runs/last
+    """
+    run = run.resolve()
+    submission = Submission.read(run)
+    submission.stop()
+    if find_host(run).is_alive:
+        click.echo("the host is told: it cancels the workers' job, and saves the center when they have left")
+        _wait(lambda: not find_host(run).is_alive, timeout_s, f"the host of {run}, which {find_host(run).words}")
+    jobs = list(Submission.read(run).jobs.values())
+    cancel(jobs)
+
+    def is_empty() -> bool:
+        tasks = look(jobs)
+        return tasks is not None and all(task.is_over for task in tasks)
+
+    _wait(is_empty, timeout_s, f"jobs {', '.join(jobs)} to leave the queue")
+    click.echo(
+        f"stopped: no job is in the queue; the host {find_host(run).words}. The center is in {short(run)}/center"
+    )
+
+
+def _wait(until: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        if time.monotonic() > deadline:
+            raise WaitedTooLong(
+                f"waited {timeout_s:g} s for {what}. Call `maniple stop` again, with a longer --timeout; `squeue` "
+                "tells what is left."
+            )
+        time.sleep(_TICK_S)

@@ -1,0 +1,111 @@
+"""The workers of a run as a job array of Slurm, watched and ended by their host."""
+
+import time
+from collections import Counter
+
+from maniple.errors import WorkerFailed
+from maniple.host import Host
+from maniple.launch.board import count
+from maniple.launch.death import last_words
+from maniple.launch.slurm import Task, cancel, look
+from maniple.launch.submission import WORKERS, Submission
+from maniple.record import Folder
+
+_EVERY_S = 3.0  # between two looks at the queue
+_FAILED = {"FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_MAY_RETURN = {"PREEMPTED", "NODE_FAIL"}  # seen for a moment before such a task is queued again
+_RETURN_S = 30.0
+
+
+class Array:
+    """A queue of workers (`launch.queue.Queue`)."""
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+        self._folder = Folder(submission.order.run)
+        self._tasks: dict[int, Task] = {}
+        self._next = 0.0
+        self._over_since: float | None = None  # all tasks are
+        self._is_cancelled = self._is_deaf = False
+        self._told = ""
+
+    @property
+    def comes_back(self) -> bool:
+        return self._submission.has_host_job
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._submission.is_stopped
+
+    @property
+    def is_done(self) -> bool:
+        if self._over_since is None:
+            return False
+        may_return = any(task.state in _MAY_RETURN for task in self._tasks.values())
+        return time.monotonic() - self._over_since >= (_RETURN_S if may_return else 0.0)
+
+    def begin(self, host: Host) -> str:
+        """Submit the array; as a job of its own, the host was submitted together with it."""
+        del host
+        if not self.comes_back:
+            self._submission.unstop()
+            self._submission = self._submission.submit_workers()
+            return f"job {self._submission.jobs[WORKERS]}: {count(self._submission.job.workers, 'worker')} in the queue"
+        return "the workers are in the queue, or will be"
+
+    def news(self) -> list[str]:
+        if time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + _EVERY_S
+        if (found := self._look()) is None:
+            was_deaf, self._is_deaf = self._is_deaf, True
+            return [] if was_deaf else ["the queue does not answer; it is asked again, and training goes on"]
+        self._is_deaf = False
+        said = [f"task {task.number} has ended as {task.state} on {task.node}" for task in self._new_failures(found)]
+        self._tasks |= {task.number: task for task in found}
+        # Those that are not listed any more have ended some time ago.
+        is_over = all(task.is_over for task in found)
+        self._over_since = (self._over_since or time.monotonic()) if is_over else None
+        told, self._told = self._told, self._states()
+        return said if self._told == told else [*said, f"the queue: {self._told}"]
+
+    def end(self) -> bool:
+        if self._over_since is not None:
+            return True
+        if not self._is_cancelled and (job := self._job()) is not None:
+            cancel([job])
+            self._is_cancelled, self._next = True, 0.0
+        self.news()
+        return self._over_since is not None or self._job() is None
+
+    def check(self, *, has_joined: bool) -> None:
+        failed = sorted(number for number, task in self._tasks.items() if task.state in _FAILED)
+        if failed:
+            log = self._folder.log(failed[0])
+            raise WorkerFailed(
+                f"of job {self._job()}, {count(len(failed), 'task')} failed: {', '.join(map(str, failed))}. Of task "
+                f"{failed[0]}: {last_words(log)}"
+            )
+        if not has_joined:
+            raise WorkerFailed(
+                f"no task of job {self._job()} has called maniple.join(), and there is no center ({self._states()}). "
+                f"Look into {self._folder.path / 'logs'}."
+            )
+
+    def _job(self) -> str | None:
+        """The id of the array; a host that is a job of its own may begin before it is known."""
+        if WORKERS not in self._submission.jobs and self.comes_back:
+            self._submission = Submission.read(self._submission.order.run)
+        return self._submission.jobs.get(WORKERS)
+
+    def _look(self) -> list[Task] | None:
+        job = self._job()
+        return None if job is None else look([job])
+
+    def _new_failures(self, found: list[Task]) -> list[Task]:
+        before = {number for number, task in self._tasks.items() if task.state in _FAILED}
+        return [task for task in found if task.state in _FAILED and task.number not in before]
+
+    def _states(self) -> str:
+        states = Counter(task.state.lower() for task in self._tasks.values())
+        return ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "nothing"
