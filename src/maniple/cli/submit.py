@@ -14,6 +14,7 @@ from maniple.launch import Job, run_local
 from maniple.launch.array import Array
 from maniple.launch.death import short
 from maniple.launch.memory import remembered
+from maniple.launch.ray import connected
 from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources, cancel, look
 from maniple.launch.submission import HOST, WORKERS, Submission
@@ -101,8 +102,13 @@ def submit(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system or the queue refused, 4 other, 130 interrupted.
     """
+    if options["instances"] is None:
+        raise click.UsageError("How many workers? Add --instances N.")
     if options.pop("ray"):
-        sys.exit(run_local(_placed(**options)))
+        job = _placed(**options)
+        job.check()
+        connected(job.ray)  # before anything is made
+        sys.exit(run_local(job))
     del options["ray_address"], options["restarts"]
     submission, is_dry = _submission(**options)
     if is_dry:
@@ -119,8 +125,6 @@ def submit(**options: Any) -> None:
 def _submission(*, slurm: bool, host_job: bool, dry_run: bool, **options: Any) -> tuple[Submission, bool]:
     if not slurm:
         raise click.UsageError("Where to? Add --slurm, or --ray.")
-    if options["instances"] is None:
-        raise click.UsageError("How many workers? Add --instances N.")
     if "script" not in options:
         raise InvalidArgument(
             "with sync_start: false no workers are started, but submit starts them. Leave sync_start out."
@@ -152,13 +156,12 @@ def _placed(*, slurm: bool, ray_address: str, **options: Any) -> Job:
     known = Resources(resources.instances, cpus_per_worker=resources.cpus_per_worker)
     known = replace(known, gpus_per_worker=resources.gpus_per_worker)
     is_other |= {
-        f"--{part.name.removesuffix('_s').replace('_', '-')}": getattr(resources, part.name) != getattr(known, part.name)
+        f"--{part.name.removesuffix('_s').replace('_', '-')}": getattr(resources, part.name)
+        != getattr(known, part.name)
         for part in fields(Resources)
     }
     if wrong := [name for name, is_given in is_other.items() if is_given]:
         raise click.UsageError(f"{', '.join(wrong)}: that is not for --ray. Leave it out.")
-    if resources.instances is None:
-        raise click.UsageError("How many workers? Add --instances N.")
     room = Room(ray_address, resources.cpus_per_worker, resources.gpus_per_worker)
     job = job_from(workers=resources.instances, ray=room, **options)
     _refuse_circle(job)

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from maniple.launch import remote
 from maniple.launch.job import thread_variables
 from maniple.launch.room import Room
 from maniple.launch.ssh import Remote
+
+_CONNECT_S = 10.0
 
 
 class Carrier:
@@ -104,8 +107,9 @@ class Placed(Remote):
         return asked | {"env": threads | asked["env"] | alone, "local_rank": 0, "local_world": 1, "bind": False}
 
 
-def connected(room: Room) -> Any:
+def connected(room: Room | None) -> Any:
     """The module ray, connected to the cluster."""
+    assert room is not None
     try:
         ray = importlib.import_module("ray")
     except ImportError:
@@ -114,10 +118,17 @@ def connected(room: Room) -> Any:
         ) from None
     if not ray.is_initialized():
         try:
+            if room.address != "auto":  # Ray itself would try for minutes
+                socket.create_connection(_split(room.address), _CONNECT_S).close()
             ray.init(address=room.address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(
                 f"there is no Ray cluster at {room.address!r}: {error}. Start one (`ray start --head`), or say where "
                 "it is with --ray-address HOST:PORT."
             ) from None
     return ray
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
