@@ -15,6 +15,8 @@ from maniple.launch import Job, run_local
 from maniple.launch.array import Array
 from maniple.launch.death import short
 from maniple.launch.memory import remembered
+from maniple.launch.ray import connected
+from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources, cancel, check_commands, look
 from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.record import Folder
@@ -25,7 +27,19 @@ from maniple.session import Configured
 
 @click.command(cls=Configured, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--slurm", is_flag=True, help="Submit to Slurm.")
-@click.option("-n", "--instances", type=int, metavar="N", help="Workers: the tasks of a job array.")
+@click.option("--ray", is_flag=True, help="Let a Ray cluster place the workers.")
+@click.option("-n", "--instances", type=int, metavar="N", help="Workers: the tasks of a job array, or actors of Ray.")
+@click.option(
+    "--ray-address", metavar="HOST:PORT", default="auto", show_default=True, help="The Ray cluster; auto: that of here."
+)
+@click.option(
+    "--restarts",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="With --ray: place a lost worker again, up to K times each. Slurm queues such tasks again by itself.",
+)
 @click.option(
     "--max-simultaneous", type=int, default=0, metavar="K", help="At most K of them at a time. Default: no limit."
 )
@@ -81,6 +95,7 @@ def submit(**options: Any) -> None:
       maniple submit --slurm -n 4 --gpus-per-worker 1 --cpus-per-worker 8 --mem 32G train.py
       maniple submit --slurm -n 8 --host-job train.py      then: maniple status runs/last, maniple stop runs/last
       maniple submit --slurm -n 8 --dry-run train.py       print what would be submitted
+      maniple submit --ray -n 8 --cpus-per-worker 2 --restarts 3 train.py
       maniple submit session.yaml                          script, arguments and options from a file
 
     Without --host-job, the host runs here until all tasks have ended; Ctrl-C cancels those that are queued or running.
@@ -88,6 +103,14 @@ def submit(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker failed, 2 bad arguments, 3 the system or the queue refused, 4 other, 130 interrupted.
     """
+    if options["instances"] is None:
+        raise click.UsageError("How many workers? Add --instances N.")
+    if options.pop("ray"):
+        job = _placed(**options)
+        job.check()
+        connected(job.ray)  # before anything is made
+        sys.exit(run_local(job))
+    del options["ray_address"], options["restarts"]
     submission, is_dry = _submission(**options)
     if is_dry:
         for name, text in submission.texts().items():
@@ -104,9 +127,7 @@ def submit(**options: Any) -> None:
 
 def _submission(*, slurm: bool, host_job: bool, dry_run: bool, **options: Any) -> tuple[Submission, bool]:
     if not slurm:
-        raise click.UsageError("Where to? Add --slurm.")
-    if options["instances"] is None:
-        raise click.UsageError("How many workers? Add --instances N.")
+        raise click.UsageError("Where to? Add --slurm, or --ray.")
     if "script" not in options:
         raise InvalidArgument(
             "with sync_start: false no workers are started, but submit starts them. Leave sync_start out."
@@ -129,6 +150,25 @@ def _submission(*, slurm: bool, host_job: bool, dry_run: bool, **options: Any) -
     command = [str(job.script.absolute())] if job.model is None and job.script else job.command
     order = Order(resources, run, Path.cwd(), Path(sys.executable), (*command, *job.args), wait_s=job.host_deadline_s)
     return Submission(job, order, host_job), dry_run
+
+
+def _placed(*, slurm: bool, ray_address: str, **options: Any) -> Job:
+    """The job of a Ray cluster, which has room or not, and neither walltimes nor partitions."""
+    resources = Resources(**{part.name: options.pop(part.name) for part in fields(Resources)})
+    is_other = {"--slurm": slurm, "--host-job": options.pop("host_job"), "--dry-run": options.pop("dry_run")}
+    known = Resources(resources.instances, cpus_per_worker=resources.cpus_per_worker)
+    known = replace(known, gpus_per_worker=resources.gpus_per_worker)
+    is_other |= {
+        f"--{part.name.removesuffix('_s').replace('_', '-')}": getattr(resources, part.name)
+        != getattr(known, part.name)
+        for part in fields(Resources)
+    }
+    if wrong := [name for name, is_given in is_other.items() if is_given]:
+        raise click.UsageError(f"{', '.join(wrong)}: that is not for --ray. Leave it out.")
+    room = Room(ray_address, resources.cpus_per_worker, resources.gpus_per_worker)
+    job = job_from(workers=resources.instances, ray=room, **options)
+    _refuse_circle(job)
+    return job
 
 
 def _refuse_circle(job: Job) -> None:

@@ -13,6 +13,7 @@ from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
 from maniple.launch.guests import Guests
+from maniple.launch.room import Room
 from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.spec import arguments, split
 from maniple.wire.codecs import codec
@@ -31,6 +32,7 @@ class Job:
     pace: str | None = None
     devices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # other machines, on which the workers are started; none: on this one
+    ray: Room | None = None  # a cluster that has room for the workers, and places them
     restarts: int = 0  # how often each worker may be started again
     name: str | None = None
     runs: Path = Path("runs")
@@ -145,6 +147,7 @@ class Job:
             "pace": self.pace,
             "devices": list(self.devices),
             "hosts": list(self.hosts),
+            "ray": asdict(self.ray) if self.ray else None,
             "restarts": self.restarts,
             "seed": self.settled_seed,
             "wire": self.wire,

@@ -222,10 +222,9 @@ class _Run:
         raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
 
     def _go_on_without(self, process: Process) -> None:
-        process.give_up()
+        node = process.give_up()
         self._board.mark(process.rank, "lost")
-        self._host.events.write("given up", worker=process.rank, node=self._job.node(process.rank))
-        self._say(f"worker {process.rank}: {self._job.node(process.rank)} cannot be reached, so the others go on alone")
+        self._say(f"worker {process.rank}: {node or 'its machine'} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""

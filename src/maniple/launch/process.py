@@ -58,21 +58,28 @@ class Process(Child):
 
     def collect(self) -> int:
         """Reap a process that has ended, end what it has started, and give its exit code."""
-        exit_code = super().collect()
+        exit_code = self.reap()
         had_joined = self._host.bury(self.rank, exit_code)
         self._has_joined = self._has_joined or had_joined
         self._early_deaths = 0 if had_joined else self._early_deaths + 1
         self.is_done = exit_code == 0
         return exit_code
 
+    def reap(self) -> int:
+        """Let go of what has ended; gives the exit code."""
+        return super().collect()
+
     def is_cut_off(self, exit_code: int) -> bool:
         """It had worked, and then its machine, or the way there, was gone. This one never is."""
         del exit_code
         return False
 
-    def give_up(self) -> None:
-        """Start it no more."""
+    def give_up(self) -> str | None:
+        """Start it no more; gives the name of its machine, if that is known."""
         self.is_done = True
+        node = self._job.node(self.rank)
+        self._host.events.write("given up", worker=self.rank, node=node)
+        return node
 
     def restart(self) -> None:
         """Plan another start: at once, or after a growing pause if it keeps dying before it joins."""

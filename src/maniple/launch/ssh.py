@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.launch import remote
@@ -58,7 +59,7 @@ class Remote(Process):
         """It had worked, and then its machine, or the way there, was gone: a failure of ssh, and not of the script."""
         return self._has_joined and exit_code == remote.FAILURE_OF_SSH
 
-    def _asked(self) -> dict[str, object]:
+    def _asked(self) -> dict[str, Any]:
         place = self.place
         certificate = place.certificate.read_text() if place.certificate else None
         return {

@@ -7,6 +7,7 @@ from maniple.host.gate import Gate
 from maniple.launch.cores import divide_cores
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.process import Process
+from maniple.launch.ray import Placed
 from maniple.launch.ssh import Remote
 from maniple.place import Place, asked_threads
 from maniple.place.machine import visible_gpus
@@ -15,7 +16,7 @@ from maniple.place.machine import visible_gpus
 def reach_of(job: Job, gate: Gate) -> Place:
     """How workers and producers reach their host."""
     reach = gate.place.told(key=None)
-    return reach.told(address=str(gate.public)) if job.hosts else reach
+    return reach.told(address=str(gate.public)) if job.hosts or job.ray else reach
 
 
 def make_workers(job: Job, host: Host, reach: Place) -> list[Process]:
@@ -23,7 +24,7 @@ def make_workers(job: Job, host: Host, reach: Place) -> list[Process]:
     cores = sorted(os.sched_getaffinity(0))
     threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
     devices = [job.device(rank % job.workers_per_node) for rank in range(job.workers)]
-    kind = Remote if job.hosts else Process
+    kind = Placed if job.ray else Remote if job.hosts else Process
     return [
         kind(job, host, rank, cores=part, threads=threads, reach=reach)
         for rank, part in enumerate(divide_cores(cores, devices, visible=visible_gpus()))

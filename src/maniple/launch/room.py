@@ -1,0 +1,20 @@
+"""Room on a Ray cluster."""
+
+from dataclasses import dataclass
+
+from maniple.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where it is, and what each worker takes of it."""
+
+    address: str = "auto"
+    cpus: float = 1
+    gpus: float = 0
+
+    def __post_init__(self) -> None:
+        if self.cpus < 0 or self.gpus < 0 or self.cpus + self.gpus == 0:
+            raise InvalidArgument(
+                f"a worker with {self.cpus:g} CPUs and {self.gpus:g} GPUs cannot be placed. Ask for 1 of them, or more."
+            )
