@@ -97,6 +97,7 @@ def test_what_was_asked_for_is_written_down():
         "pace": "every:5",
         "devices": ["cpu"],
         "hosts": [],
+        "ray": None,
         "restarts": 1,
         "seed": 9,
         "wire": None,

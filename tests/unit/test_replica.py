@@ -299,11 +299,11 @@ def test_center_shows_the_last_mean_and_not_what_one_worker_has_trained_since(sh
 
 def test_worker_that_was_started_again_cannot_enter_two_circles(share):
     first = share({"w": np.zeros(2)}, BSP())
-    check_return(Place(rank=1, restarts=1), [])
-    check_return(Place(rank=1), [first])
-    check_return(Place(rank=1, restarts=1), [share({"w": np.zeros(2)}, EASGD())])
+    check_return(Place(rank=1, restarts=1), [], "shared")
+    check_return(Place(rank=1), [first], "shared")
+    check_return(Place(rank=1, restarts=1), [share({"w": np.zeros(2)}, EASGD())], "shared")
     with pytest.raises(InvalidArgument, match=r"worker 1 was started again.*2 models.*--resume"):
-        check_return(Place(rank=1, restarts=1), [first])
+        check_return(Place(rank=1, restarts=1), [first], "shared")
 
 
 @pytest.mark.parametrize(

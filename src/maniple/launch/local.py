@@ -156,7 +156,7 @@ class _Run:
         self._producers.blame()
         if self._vigil is not None:
             self._vigil.check()
-        if self._queue is not None:
+        elif self._queue is not None:
             self._queue.check(has_joined=self._host.segment.has_members)
         elif not self._host.has_joined:
             raise WorkerFailed(
