@@ -4,11 +4,12 @@ import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import maniple
+from maniple.cli.doctor import doctor, warn_early
 from maniple.cli.join import join
 from maniple.cli.record import record
 from maniple.cli.settings import settings
@@ -37,6 +38,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple record runs/last                        where the time of a --model went
+      maniple doctor                                  what would keep a run from working, and what to do
     """
 
 
@@ -136,7 +138,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
-    sys.exit(run_local(_job(**options)))
+    _start(_job(**options))
 
 
 @cli.command(cls=Configured)
@@ -166,7 +168,13 @@ def serve(**options: Any) -> None:
       maniple serve --resume runs/last                      after the host was killed
       maniple serve --from arrays.h5                        named arrays for maniple.Client
     """
-    sys.exit(run_local(_job(**options)))
+    _start(_job(**options))
+
+
+def _start(job: Job) -> NoReturn:
+    job.check()
+    warn_early(job)
+    sys.exit(run_local(job))
 
 
 def _job(
@@ -225,6 +233,7 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
+cli.add_command(doctor)
 cli.add_command(join)
 cli.add_command(record)
 
