@@ -209,6 +209,8 @@ class _Run:
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
+        if self._vigil is not None:
+            self._vigil.await_leaving(_GRACE_S, lambda: self._is_hurried)
         for process in self._processes:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
