@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maniple.record import Row, read_events
+from tests.conftest import require
 
 MANIPLE = Path(sys.executable).with_name("maniple")
 PATIENCE_S = 90.0  # only against hanging: a busy machine may take 10 s to start one interpreter
@@ -91,6 +92,27 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
+    """Makes file systems in memory, of a few pages."""
+    made: list[Path] = []
+
+    def tiny(name: str, size: str) -> Path:
+        require("root", os.geteuid() == 0, "mounting a small file system needs root")
+        path = tmp_path / name
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True
+        )
+        require("root", done.returncode == 0, f"mount is not allowed here: {done.stderr}")
+        made.append(path)
+        return path
+
+    yield tiny
+    for path in made:
+        subprocess.run(["umount", path], check=True)
 
 
 @pytest.fixture

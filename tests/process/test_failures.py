@@ -1,6 +1,5 @@
 """Bad input and bad luck: a clear error, the right exit code, nothing lost, nothing left."""
 
-import os
 import signal
 import subprocess
 import time
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from maniple.place import shared_memory
-from tests.conftest import require
 
 from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
 
@@ -127,27 +125,6 @@ def test_pace_of_script_and_command_line_must_agree(run):
     assert done.process.returncode == 2
     assert "Every(5)" in done.output
     assert "Every(7)" in done.output
-
-
-@pytest.fixture
-def tiny(tmp_path: Path):
-    """Makes file systems in memory, of a few pages."""
-    made: list[Path] = []
-
-    def tiny(name: str, size: str) -> Path:
-        require("root", os.geteuid() == 0, "mounting a small file system needs root")
-        path = tmp_path / name
-        path.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True
-        )
-        require("root", done.returncode == 0, f"mount is not allowed here: {done.stderr}")
-        made.append(path)
-        return path
-
-    yield tiny
-    for path in made:
-        subprocess.run(["umount", path], check=True)
 
 
 def test_a_tiny_shared_memory_is_refused_with_the_remedy(run, tiny):

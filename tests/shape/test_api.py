@@ -119,10 +119,32 @@ SETTINGS = [
         ("record", ["--plot"]),
         ("join", ["--certificate", "--device", "--token-file"]),
         ("host", [*SETTINGS, "--listen"]),
+        (
+            "doctor",
+            [
+                "--certificate",
+                "--cpus-per-worker",
+                "--devices",
+                "--gpus-per-worker",
+                "--hosts",
+                "--json",
+                "--mem",
+                "--model-size",
+                "--partition",
+                "--runs",
+                "--script",
+                "--slurm",
+                "--timeout",
+                "--token-file",
+                "--walltime",
+                "--workers",
+                "-n",
+            ],
+        ),
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["host", "join", "record", "run", "serve"]
+    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve"]
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"

@@ -74,12 +74,20 @@ def test_a_rule_of_ones_own_works_as_printed(page):
 def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "session.yaml").write_text("script: train.py")
+    (tmp_path / "train.py").touch()
     for line in "\n".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
-        if words[:2] == ["maniple", "run"]:
-            run = cli.commands["run"]
-            with contextlib.suppress(Exit), click.Context(run, allow_interspersed_args=False) as context:
-                run.parse_args(context, words[2:])
+        if words[:1] == ["maniple"] and words[1:2] in (["run"], ["doctor"]):
+            command = cli.commands[words[1]]
+            with contextlib.suppress(Exit), click.Context(command, **command.context_settings) as context:
+                command.parse_args(context, words[2:])
+
+
+def test_the_doctors_page_names_every_check_and_no_other():
+    from maniple.doctor import CHECKS
+
+    rows = re.findall(r"^\| `([a-z ]+)` \|", (ROOT / "docs/doctor.md").read_text(), re.M)
+    assert rows == [check.name for check in CHECKS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

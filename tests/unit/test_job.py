@@ -4,12 +4,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from maniple.center.segment import MAX_WORKERS
 from maniple.errors import InvalidArgument
-from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.launch.job import Job, thread_variables
 from maniple.launch.memory import remembered
 from maniple.place import THREAD_VARIABLES, Limits
 
@@ -32,22 +30,6 @@ def test_workers_share_devices_in_turn():
     asked = job(workers=5, devices=("cuda:0", "cuda:1"))
     assert [asked.device(rank) for rank in range(5)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
     assert job().device(0) is None
-
-
-@given(st.sets(st.integers(0, 255), min_size=1, max_size=64), st.integers(1, 12))
-@example({0, 1, 2, 3, 4}, 2)
-@example({0, 1}, 3)
-def test_cores_are_split_fairly_and_without_overlap(cores, workers):
-    cores = sorted(cores)
-    parts = split_cores(cores, workers)
-    assert len(parts) == workers
-    if workers > len(cores):
-        assert parts == [cores] * workers
-    else:
-        assert [core for part in parts for core in part] == cores
-        sizes = [len(part) for part in parts]
-        assert min(sizes) >= 1
-        assert max(sizes) - min(sizes) <= 1
 
 
 def test_thread_variables_are_set_except_where_the_user_has():

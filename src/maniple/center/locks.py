@@ -43,8 +43,7 @@ class ByteLocks:
 
     def is_taken(self, byte: int) -> bool:
         """Somebody else holds one byte."""
-        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
-        return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
+        return is_locked(self._file, byte)
 
     def give(self, byte: int) -> None:
         """Unlock one byte."""
@@ -71,6 +70,12 @@ class ByteLocks:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def is_locked(file: int, byte: int) -> bool:
+    """Somebody who has opened a file elsewhere holds one byte of it."""
+    answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
+    return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from maniple.center.locks import ByteLocks, Patience
+from maniple.center.locks import ByteLocks, Patience, is_locked
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
 
 NEVER, LIVE, LEFT, DEAD = range(4)
@@ -63,7 +63,7 @@ class Segment:
         With `is_making`, what is in it counts for nothing until `made` is called: whoever finds it after a crash
         throws it away.
         """
-        path = root / f"{_PREFIX}{lineage}"
+        path = segment_path(root, lineage)
         if (path / _MAKING).exists():
             _discard(path)
         try:
@@ -94,7 +94,7 @@ class Segment:
     @classmethod
     def adopt(cls, root: Path, lineage: str, run: Path) -> "Segment | None":
         """Take over the segment of a run whose host was killed; None if nothing of it is left."""
-        path = root / f"{_PREFIX}{lineage}"
+        path = segment_path(root, lineage)
         if not (path / "members").exists() or (path / _MAKING).exists():
             return None
         guard = ByteLocks(path / "host")
@@ -180,20 +180,6 @@ class Segment:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def is_guarded(path: Path) -> bool:
-    """The host of a segment of this machine is alive."""
-    if not (path / "host").exists():
-        return False
-    try:
-        guard = ByteLocks(path / "host")
-    except FileNotFoundError:  # it has ended just now
-        return False
-    try:
-        return guard.is_taken(0)
-    finally:
-        guard.close()
-
-
 def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     """Remove the segments whose hosts are dead, after `salvage(segment, run folder)`. Gives what was removed.
 
@@ -202,13 +188,35 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     removed: list[Path] = []
     for path in root.glob(f"{_PREFIX}*"):
         try:
-            is_ours = _NAME.fullmatch(path.name) and path.is_dir() and path.stat().st_uid == os.getuid()
-            if is_ours and _sweep_one(path, salvage):
+            if _is_ours(path) and _sweep_one(path, salvage):
                 removed.append(path)
         except Exception as error:  # whatever is wrong with a dead run must not stop a new one
             if path.exists():  # else another sweep was quicker
                 warnings.warn(f"{path} of a dead run is left where it is, it could not be saved: {error}", stacklevel=2)
     return removed
+
+
+def segment_path(root: Path, lineage: str) -> Path:
+    """Where the segment of a run is."""
+    return root / f"{_PREFIX}{lineage}"
+
+
+def abandoned(root: Path) -> list[Path]:
+    """The segments of this user whose hosts are dead; nothing is changed."""
+    return [path for path in sorted(root.glob(f"{_PREFIX}*")) if _is_ours(path) and not is_guarded(path)]
+
+
+def is_guarded(path: Path) -> bool:
+    """The host of a segment is alive, or has only begun to make it."""
+    try:
+        with (path / "host").open("r+b") as file:
+            return is_locked(file.fileno(), 0)
+    except OSError:
+        return path.exists() and time.time() - path.stat().st_mtime < _YOUNG_S
+
+
+def _is_ours(path: Path) -> bool:
+    return bool(_NAME.fullmatch(path.name)) and path.is_dir() and path.stat().st_uid == os.getuid()
 
 
 def refusal(root: Path, error: OSError) -> SharedMemoryFull:

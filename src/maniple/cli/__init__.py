@@ -2,18 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import maniple
+from maniple.cli.doctor import doctor, warn_early
 from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
 from maniple.cli.settings import settings
 from maniple.errors import ManipleError
-from maniple.launch import run_local
+from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
 from maniple.session import Configured
 
@@ -32,6 +33,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple record runs/last                        where the time of a --model went
+      maniple doctor                                  what would keep a run from working, and what to do
     """
 
 
@@ -131,7 +133,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
-    sys.exit(run_local(job_from(**options)))
+    _start(job_from(**options))
 
 
 @cli.command(cls=Configured)
@@ -161,9 +163,16 @@ def serve(**options: Any) -> None:
       maniple serve --resume runs/last                      after the host was killed
       maniple serve --from arrays.h5                        named arrays for maniple.Client
     """
-    sys.exit(run_local(job_from(**options)))
+    _start(job_from(**options))
 
 
+def _start(job: Job) -> NoReturn:
+    job.check()
+    warn_early(job)
+    sys.exit(run_local(job))
+
+
+cli.add_command(doctor)
 cli.add_command(host)
 cli.add_command(join)
 cli.add_command(record)

@@ -3,14 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
-import msgspec
 
 from maniple.errors import InvalidArgument
-from maniple.place import Place, joining
-from maniple.wire.address import Address
+from maniple.host.reach import reach
+from maniple.place import joining
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -46,23 +44,5 @@ def join(
     """
     if not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
-    place = _reach(host, token_file, certificate).told(device=device)
+    place = reach(host, token_file, certificate).told(device=device)
     os.execve(sys.executable, [sys.executable, str(script), *args], joining(place))
-
-
-def _reach(host: str, token_file: Path | None, certificate: Path | None) -> Place:
-    """How to reach a host given by its address or by its run folder."""
-    folder = Path(host)
-    try:
-        token = None if token_file is None else token_file.read_text().strip()
-        if not folder.is_dir():
-            return Place(address=str(Address.parse(host)), token=token, certificate=certificate)
-        known: dict[str, Any] = msgspec.json.decode((folder / "host.json").read_bytes())
-        token = token or (folder / "token").read_text().strip()
-    except OSError as error:
-        raise InvalidArgument(
-            f"{error.filename} cannot be read: {error.strerror}. Give HOST:PORT, or the folder of a run that listens."
-        ) from None
-    is_here = known["node"] == os.uname().nodename and known["unix"] and Path(known["unix"][5:]).exists()
-    certificate = certificate or (Path(known["certificate"]) if known["certificate"] else None)
-    return Place(address=known["unix"] if is_here else known["address"], token=token, certificate=certificate)

@@ -24,6 +24,7 @@ from maniple.feed.serving import serve_feed
 from maniple.host.best import Best
 from maniple.host.control import SILENCE_S, Control
 from maniple.host.desk import Controls, Desk
+from maniple.host.examined import answer_doctor
 from maniple.host.keeping import keep
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored
@@ -172,6 +173,9 @@ class Server:
             return
         if proof.role == "feed":
             serve_feed(stream, self._segment.path, proof.worker, self._over.is_set)
+            return
+        if proof.role == "doctor":
+            answer_doctor(stream, self._segment)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

@@ -1,7 +1,6 @@
 """The job: what is to be started, and the command, variables and cores of each worker. Pure."""
 
 import difflib
-import itertools
 import re
 import shlex
 from dataclasses import asdict, dataclass, field
@@ -93,7 +92,7 @@ class Job:
         self._check_model()
         if self.listen is not None:
             self.listen.check()
-        _check_hosts(self.hosts)
+        check_hosts(self.hosts)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
@@ -211,20 +210,13 @@ class Job:
         return self.devices[local_rank % len(self.devices)] if self.devices else None
 
 
-def split_cores(cores: list[int], workers: int) -> list[list[int]]:
-    """Cores of its own for each worker; all cores for everybody if there are more workers than cores."""
-    if not 0 < workers <= len(cores):
-        return [cores] * workers
-    bounds = [len(cores) * i // workers for i in range(workers + 1)]
-    return [cores[a:b] for a, b in itertools.pairwise(bounds)]
-
-
 def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
     """How many threads numeric libraries may start; what the user has set already stays."""
     return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
 
 
-def _check_hosts(hosts: tuple[str, ...]) -> None:
+def check_hosts(hosts: tuple[str, ...]) -> None:
+    """Raise InvalidArgument for what is no list of machines for ssh."""
     if len(set(hosts)) < len(hosts):
         raise InvalidArgument(f"--hosts {','.join(hosts)} names a host twice. Name it once, and raise -n.")
     for host in hosts:

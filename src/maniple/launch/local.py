@@ -13,9 +13,10 @@ from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.beginning import begin, place_of
 from maniple.launch.board import Board, count
+from maniple.launch.cores import divide_cores
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.guests import Vigil
-from maniple.launch.job import Job, split_cores, thread_variables
+from maniple.launch.job import Job, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.server import Server, hopeless
@@ -24,6 +25,7 @@ from maniple.launch.ssh import Remote
 from maniple.launch.stopping import Stopping
 from maniple.launch.view import View, open_view
 from maniple.place import asked_threads
+from maniple.place.machine import visible_gpus
 
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -64,12 +66,13 @@ class _Run:
         reach = self._gate.place.told(key=None)
         cores = sorted(os.sched_getaffinity(0))
         threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
+        devices = [job.device(rank % job.workers_per_node) for rank in range(job.workers)]
         kind = Process
         if job.hosts:
             kind, reach = Remote, reach.told(address=str(self._gate.public))
         self._processes = [
             kind(job, host, rank, cores=part, threads=threads, reach=reach)
-            for rank, part in enumerate(split_cores(cores, job.workers))
+            for rank, part in enumerate(divide_cores(cores, devices, visible=visible_gpus()))
         ]
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers)

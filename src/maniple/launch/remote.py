@@ -5,6 +5,7 @@ Its standard input has one line of JSON, by which no token stands on a command l
 When the input ends, so has the launcher, or the way to it: the worker is ended, and all that it has started.
 """
 
+import importlib.util
 import json
 import os
 import select
@@ -32,10 +33,8 @@ def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":
     except OSError as error:
         sys.exit(f"maniple: {error.filename} is no folder of {os.uname().nodename}: {error.strerror}. Make it there.")
     cores = sorted(os.sched_getaffinity(0))
-    rank, world = asked["local_rank"], asked["local_world"]
-    threads = {name: str(max(1, len(cores) // world)) for name in asked["threads"] if name not in os.environ}
-    if world <= len(cores):
-        cores = cores[len(cores) * rank // world : len(cores) * (rank + 1) // world]
+    devices: list[str | None] = asked["devices"]
+    threads = {name: str(max(1, len(cores) // len(devices))) for name in asked["threads"] if name not in os.environ}
     inherited = {name: value for name, value in os.environ.items() if name not in asked["dropped"]}
     env = inherited | threads | asked["env"]
     descriptors: list[int] = []
@@ -43,7 +42,8 @@ def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":
         descriptors = [os.memfd_create("certificate")]
         os.write(descriptors[0], asked["certificate"].encode())
         env["MANIPLE_CERTIFICATE"] = f"/proc/self/fd/{descriptors[0]}"
-    bound = ",".join(map(str, cores)) if asked["bind"] else ""
+    parts = _beside("cores").divide_cores(cores, devices, visible=env.get("CUDA_VISIBLE_DEVICES"))
+    bound = ",".join(map(str, parts[asked["local_rank"]])) if asked["bind"] else ""
     start = str(Path(__file__).with_name("start.py"))
     return subprocess.Popen(
         [sys.executable, "-I", "-S", start, str(os.getpid()), bound, *asked["command"]],
@@ -52,6 +52,15 @@ def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":
         start_new_session=True,  # a group of its own: it and its children are ended together
         pass_fds=descriptors,
     )
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder, without maniple, which may not be found here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _watch(process: "subprocess.Popen[bytes]", orders: IO[bytes]) -> int:

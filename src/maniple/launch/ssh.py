@@ -1,6 +1,7 @@
 """A worker's process on another machine: ssh starts it, and what it prints comes back to the run folder."""
 
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -14,7 +15,7 @@ from maniple.launch.process import Process
 from maniple.place import THREAD_VARIABLES, environment, own_variables
 
 # Nobody is asked for a password; a machine that is gone is noticed within half a minute.
-_OPTIONS = ["BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
+_OPTIONS = ["BatchMode=yes", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
 
 
 def find_ssh() -> str:
@@ -22,6 +23,12 @@ def find_ssh() -> str:
     if (path := shutil.which("ssh")) is None:
         raise InvalidArgument("--hosts needs the command ssh, and there is none in PATH. Install an OpenSSH client.")
     return path
+
+
+def ssh_command(node: str, command: list[str], *, connect_s: float = 20.0) -> list[str]:
+    """The words that run a command on another machine."""
+    options = [word for option in (f"ConnectTimeout={math.ceil(connect_s)}", *_OPTIONS) for word in ("-o", option)]
+    return [find_ssh(), "-T", *options, "--", node, f"exec {shlex.join(command)}"]
 
 
 class Remote(Process):
@@ -33,11 +40,10 @@ class Remote(Process):
     def start(self) -> None:
         """Start the script."""
         node = self._job.node(self.rank)
-        options = [word for option in _OPTIONS for word in ("-o", option)]
-        there = f"exec {shlex.join([sys.executable, '-I', '-S', remote.__file__])}"
+        there = ssh_command(str(node), [sys.executable, "-I", "-S", remote.__file__])
         self._host.expect(self.rank)
         log = self._host.folder.log(self.rank)
-        pid = self.spawn([find_ssh(), "-T", *options, "--", str(node), there], env={}, log=log, stdin=subprocess.PIPE)
+        pid = self.spawn(there, env={}, log=log, stdin=subprocess.PIPE)
         self.write(json.dumps(self._asked()).encode() + b"\n")
         self._host.events.write("started", worker=self.rank, pid=pid, node=node)
 
@@ -61,7 +67,7 @@ class Remote(Process):
             "env": {"PYTHONUNBUFFERED": "1"} | environment(place.told(certificate=None)),
             "certificate": certificate,
             "local_rank": place.local_rank,
-            "local_world": place.local_world,
+            "devices": [self._job.device(rank) for rank in range(place.local_world)],
             "threads": THREAD_VARIABLES,
             "dropped": own_variables(),
             "bind": self._job.bind,

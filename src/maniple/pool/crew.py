@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument, WorkerFailed
-from maniple.launch.job import split_cores, thread_variables
+from maniple.launch.cores import divide_cores
+from maniple.launch.job import thread_variables
+from maniple.place.machine import visible_gpus
 from maniple.pool.box import pack, unpack
 from maniple.pool.held import Held
 from maniple.pool.link import Link, ready
@@ -45,10 +47,11 @@ class Crew:
         self._lock, self._is_asking = threading.RLock(), False
         self._owner = os.getpid()
         self.closed = ""  # why it cannot be asked any more
-        cores = split_cores(sorted(os.sched_getaffinity(0)), world)
+        given = [devices[rank % len(devices)] if devices else None for rank in range(world)]
+        cores = divide_cores(sorted(os.sched_getaffinity(0)), given, visible=visible_gpus())
         try:
             for rank in range(world):
-                self._start(segment, rank, cores[rank], devices[rank % len(devices)] if devices else None)
+                self._start(segment, rank, cores[rank], given[rank])
             self._greet()
         except BaseException:
             self.close("it could not be started")

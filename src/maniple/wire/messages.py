@@ -6,9 +6,11 @@ data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask,
 control             Join, Joined, Beat, Beaten
 ask                 Request, Reply
 feed                those of `batches`
+doctor              those of `examination`
 """
 
 from maniple.wire.batches import FeedMessage
+from maniple.wire.examination import DoctorMessage
 from maniple.wire.said import Said
 
 
@@ -284,4 +286,5 @@ Message = (
     | Request
     | Reply
     | FeedMessage
+    | DoctorMessage
 )

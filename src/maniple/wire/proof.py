@@ -18,7 +18,7 @@ from maniple.wire.messages import Hello, Proof, Refusal, Welcome
 from maniple.wire.stream import Stream
 
 HALF_OPEN_S = 5.0
-ROLES = ("data", "control", "ask", "feed")
+ROLES = ("data", "control", "ask", "feed", "doctor")
 _NONCE_BYTES = 32
 
 
@@ -43,9 +43,9 @@ def admit(stream: Stream, token: str, welcome: Callable[[bytes], Welcome]) -> Pr
     return proof
 
 
-def introduce(stream: Stream, token: str, role: str, worker: str) -> Welcome:
+def introduce(stream: Stream, token: str, role: str, worker: str, *, timeout_s: float = HALF_OPEN_S) -> Welcome:
     """The worker's side: prove oneself and check the host; gives its welcome, or raises."""
-    deadline = time.monotonic() + HALF_OPEN_S
+    deadline = time.monotonic() + timeout_s
     hello = stream.receive_message(deadline=deadline)
     if not isinstance(hello, Hello):
         raise BadFrame("the other side did not say hello")

@@ -1,0 +1,105 @@
+"""The command `maniple doctor`: what would keep a run from working, and what to do."""
+
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from maniple.doctor import CHECKS, GRAVE, OK, WAIT_S, WARNING, Case, Finding, Slurm, check_case, chosen, examine, glance
+from maniple.launch import Job
+from maniple.launch.board import count
+
+_COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
+
+
+@click.command()
+@click.option(
+    "-n", "--workers", type=int, default=1, show_default=True, help="Workers on this machine, or on each host."
+)
+@click.option("--devices", metavar="LIST", default="", help="The devices they are to use: cuda:0,cuda:1.")
+@click.option("--model-size", type=float, default=0.0, metavar="MB", help="The size of the model, in megabytes.")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
+@click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
+@click.option(
+    "--hosts", metavar="LIST", default="", help="Look at these machines, by ssh, as `maniple run --hosts` would."
+)
+@click.option(
+    "--script",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The same on --hosts?",
+)
+@click.option("--slurm", "is_slurm", is_flag=True, help="Look at Slurm, and whether it can give what workers need:")
+@click.option("--partition", help="in this partition,")
+@click.option("--cpus-per-worker", type=click.IntRange(1), default=1, metavar="C", help="so many cores,")
+@click.option("--gpus-per-worker", type=click.IntRange(0), default=0, metavar="G", help="so many GPUs,")
+@click.option("--mem", metavar="SIZE", help="so much memory (4G),")
+@click.option("--walltime", metavar="TIME", help="for so long (3:00:00).")
+@click.option(
+    "--timeout",
+    "wait_s",
+    type=float,
+    default=WAIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="The longest wait for each answer.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the findings as JSON.")
+@click.argument("host", required=False)
+def doctor(
+    *, hosts: str, devices: str, is_slurm: bool, is_json: bool, model_size: float, host: str | None, **rest: Any
+) -> None:
+    """Look for what would keep a run from working, and say what to do.
+
+    Without arguments, at this machine. HOST is HOST:PORT, or a run folder.
+
+    \b
+      maniple doctor -n 4 --devices cuda:0,cuda:1 --model-size 500
+      maniple doctor --token-file token node-07:29400      would a worker from here be let in?
+      maniple doctor runs/last                             does its host live, and can it be reached?
+      maniple doctor --hosts node-1,node-2 --script train.py
+      maniple doctor --slurm --partition gpu --gpus-per-worker 1 --walltime 3:00:00
+
+    Exit codes: 0 nothing grave, 1 something grave, 2 bad arguments.
+    """
+    asked = ("partition", "cpus_per_worker", "gpus_per_worker", "mem", "walltime")
+    slurm = Slurm(*(rest.pop(name) for name in asked))
+    if slurm != Slurm() and not is_slurm:
+        raise click.UsageError("--partition, --cpus-per-worker and so on are asked of Slurm; add --slurm.")
+    case = Case(
+        devices=_split(devices), hosts=_split(hosts), model_mb=model_size, host=host,
+        slurm=slurm if is_slurm else None, **rest,
+    )  # fmt: skip
+    check_case(case)
+    found = examine(case, chosen(case))
+    click.echo(msgspec.json.encode([asdict(one) for one in found]).decode() if is_json else _lines(found))
+    sys.exit(1 if any(one.level == GRAVE for one in found) else 0)
+
+
+def warn_early(job: Job) -> None:
+    """What a launcher tells before it begins. It takes a few milliseconds, and keeps nothing from being started."""
+    if job.quiet:
+        return
+    case = Case(workers=max(1, job.workers_per_node), runs=job.runs)
+    left_out: set[str] = set()
+    if job.listen is None or job.listen.address.is_loopback:  # nobody elsewhere is told it
+        left_out |= {"name"}
+    if job.hosts or job.script is None:  # the workers are elsewhere
+        left_out |= {"cores", "threads"}
+    for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):
+        click.echo(f"{click.style('maniple: warning:', fg='yellow')} {finding}", err=True)
+
+
+def _lines(found: list[Finding]) -> str:
+    lines = [f"{click.style(f'{one.level:8}', fg=_COLOURS[one.level])} {one.check}: {one}" for one in found]
+    counts = Counter(one.level for one in found)
+    return "\n".join([*lines, f"{counts[GRAVE]} grave, {count(counts[WARNING], 'warning')}, {counts[OK]} fine"])
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (word.strip() for word in text.split(","))))

@@ -1,0 +1,189 @@
+"""This machine: memory, cores, threads, descriptors, clock, name. What takes an import is in `libraries`."""
+
+import os
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from maniple.center.segment import abandoned
+from maniple.doctor.case import Case
+from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.launch.board import count
+from maniple.place import THREAD_VARIABLES, shared_memory
+from maniple.place.machine import values_of
+
+_MB = 1e6
+_LEAST_MB, _ROOM_MB = 1.0, 256.0
+_DESCRIPTORS = 64  # of the launcher and the server themselves
+_OF_WORKER = 8  # its log, its events, its process, and its connections at both ends
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_ENLARGE = (
+    "Enlarge it (`mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`), remove what fills it, or set "
+    "MANIPLE_SHM to another folder that is held in memory."
+)
+
+
+def look_at_memory(case: Case) -> Iterable[Finding]:
+    """The folder in which centers are made: room for one, and for the slots of a circle."""
+    root = shared_memory()
+    if not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
+        fix = "Make it a folder that you may write to, or set MANIPLE_SHM to another one that is held in memory."
+        yield grave(f"{root} cannot be written to", limit="centers are made there", fix=fix)
+        return
+    space = os.statvfs(root)
+    free_mb = space.f_bavail * space.f_frsize / _MB
+    seen = f"{root} has {free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / _MB:,.0f}"
+    slots_mb = (1 + case.workers) * case.model_mb
+    if free_mb < max(_LEAST_MB, case.model_mb):
+        yield grave(seen, limit=f"the center needs {max(_LEAST_MB, case.model_mb):,.0f} MB", fix=_ENLARGE)
+    elif free_mb < slots_mb:
+        limit = f"a rule of the circle needs {slots_mb:,.0f} MB for {case.workers} workers"
+        yield warning(seen, limit=limit, fix=_ENLARGE)
+    elif not case.model_mb and free_mb < _ROOM_MB:
+        limit = f"a model of 60 million parameters needs {_ROOM_MB:.0f} MB"
+        yield warning(seen, limit=limit, fix=f"Tell the size of yours by --model-size. {_ENLARGE}")
+    else:
+        yield fine(seen)
+
+
+def look_at_leftovers(_: Case) -> Iterable[Finding]:
+    """Centers of runs whose hosts were killed."""
+    for path in (found := abandoned(shared_memory())):
+        size_mb = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) / _MB
+        fix = "`maniple run --resume RUN` goes on with it; any other run saves it to its folder and frees the memory."
+        yield warning(f"{path} of a dead run holds {size_mb:,.1f} MB", limit="its host was killed", fix=fix)
+    if not found:
+        yield fine("nothing is left of dead runs")
+
+
+def look_at_descriptors(case: Case) -> Iterable[Finding]:
+    """How many files and connections a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _DESCRIPTORS + _OF_WORKER * case.workers
+    seen = f"a process may open {soft:,} files"
+    fix = f"Write `ulimit -n {max(4096, need)}` before (the system allows {hard:,}; more: /etc/security/limits.conf)."
+    if soft < need:
+        yield grave(seen, limit=f"the host of {count(case.workers, 'worker')} needs {need:,}", fix=fix)
+    elif soft < 1024:
+        yield warning(seen, limit="below 1,024, the usual least", fix=fix)
+    else:
+        yield fine(seen)
+
+
+def look_at_cores(case: Case) -> Iterable[Finding]:
+    """The cores that this process may use: all of the machine's, and enough for the workers."""
+    mine, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    seen = f"{mine} of {all_cores} cores may be used"
+    if mine == 1 < all_cores:
+        fix = (
+            "Something has bound this shell: taskset, numactl, a batch system that was asked for one core "
+            "(--cpus-per-task), or a program that imported an OpenMP library before. Start from a fresh shell."
+        )
+        yield warning(seen, limit="all workers would share it", fix=fix)
+    elif case.workers > mine:
+        fix = "Start fewer workers, unless they wait for GPUs most of the time."
+        yield warning(seen, limit=f"{case.workers} workers share them, and none has cores of its own", fix=fix)
+    else:
+        yield fine(seen)
+    if (quota := _quota()) is not None and quota < mine:
+        limit = f"the control group grants the time of {quota:.1f} of {mine} cores"
+        fix = "Raise the container's --cpus, or start as many workers as it grants."
+        yield warning("time on the cores is limited", limit=limit, fix=fix)
+
+
+def _quota() -> float | None:
+    """How many cores' time the control group grants; None: no limit, or not known."""
+    try:
+        limit, period = _QUOTA.read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def look_at_threads(case: Case) -> Iterable[Finding]:
+    """Threads of numeric libraries: those of all workers together should not be more than the cores."""
+    cores = len(os.sched_getaffinity(0))
+    share = max(1, cores // case.workers)
+    asked = {name: value for name, value in values_of(THREAD_VARIABLES).items() if value.isdigit()}
+    many = {name: value for name, value in asked.items() if int(value) > share}
+    if many:
+        said = ", ".join(f"{name}={value}" for name, value in many.items())
+        fix = f"Unset it: `maniple run` then gives each worker {share}; or write {next(iter(many))}={share}."
+        limit = f"{cores} cores for {case.workers} workers, {share} each"
+        yield warning(f"each worker starts more threads than it has cores: {said}", limit=limit, fix=fix)
+    else:
+        yield fine(f"{count(share, 'thread')} for each of {count(case.workers, 'worker')}, on {count(cores, 'core')}")
+
+
+def look_at_clock(_: Case) -> Iterable[Finding]:
+    """The time of day: not before maniple was installed. Other machines' clocks are compared with it by HOST:PORT."""
+    now = time.time()
+    installed = Path(__file__).stat().st_mtime
+    seen = f"the clock says {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(now))}"
+    if now < installed - 86_400:
+        fix = "Set it (`chronyc makestep`, `timedatectl set-ntp true`): certificates and timestamps depend on it."
+        yield warning(seen, limit="maniple was installed after that", fix=fix)
+    else:
+        yield fine(seen)
+
+
+def look_for_ssh(case: Case) -> Iterable[Finding]:
+    """The command by which --hosts starts workers."""
+    path = shutil.which("ssh")
+    if path is not None:
+        yield fine(f"ssh is {path}")
+    elif case.hosts:
+        yield grave("there is no ssh in PATH", limit="--hosts needs it", fix="Install an OpenSSH client.")
+    else:
+        yield fine("there is no ssh in PATH; only --hosts needs it")
+
+
+def look_up_name(_: Case) -> Iterable[Finding]:
+    """The name by which workers of other machines find this one, and what it means here."""
+    name = socket.gethostname()
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        fix = f"Add it to /etc/hosts or the name server, or give an address: --listen {own_address() or '10.0.0.7'}:0."
+        yield warning(f"this machine's name {name} does not resolve: {error}", limit="others are told it", fix=fix)
+        return
+    seen = f"this machine's name {name} is {', '.join(found)}"
+    if all(address.startswith("127.") or address == "::1" for address in found):
+        fix = (
+            f"If others find the same, remove it from the line of /etc/hosts with {found[0]}, or give an address: "
+            f"--listen {own_address() or '10.0.0.7'}:0."
+        )
+        yield warning(seen, limit="an address that only this machine can reach", fix=fix)
+    else:
+        yield fine(seen)
+
+
+def own_address() -> str | None:
+    """The address from which this machine would talk to others; nothing is sent to find it out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        try:
+            link.connect(("192.0.2.1", 9))  # of a net that is nobody's
+        except OSError:
+            return None
+        address = str(link.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def look_at_disk(case: Case) -> Iterable[Finding]:
+    """Room for run folders."""
+    folder = case.runs.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free_mb = shutil.disk_usage(folder).free / _MB
+    need_mb = max(100.0, 4 * case.model_mb)
+    seen = f"{folder} has {free_mb:,.0f} MB free"
+    if not os.access(folder, os.W_OK):
+        yield grave(f"{folder} cannot be written to", limit="run folders are made there", fix="Choose one by --runs.")
+    elif free_mb < need_mb:
+        fix = "Remove old runs, choose another place by --runs, or keep fewer snapshots (--keep 1)."
+        yield warning(seen, limit=f"snapshots and events need {need_mb:,.0f} MB", fix=fix)
+    else:
+        yield fine(seen)
