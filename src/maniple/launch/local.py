@@ -111,10 +111,7 @@ class _Run:
         return exit_code
 
     def _greet(self) -> None:
-        who = count(self._job.world, "worker") if self._job.world else "a host alone"
-        who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
-        who += "" if self._job.guests is None else f" of {self._job.launcher}"
-        self._say(f"{who}, run folder {short(self._host.folder.path)}")
+        self._say(f"{self._job.crew}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
         for path in self._host.salvaged:
