@@ -7,6 +7,7 @@ from pathlib import Path
 
 from maniple.cli import cli
 from maniple.place import own_variables, setting_variable
+from maniple.session import Configured
 from maniple.session.keys import option_keys
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,8 @@ def words(folder: Path) -> Iterator[tuple[str, str]]:
 
 def test_the_page_lists_all_variables_and_no_others():
     listed = set(re.findall(r"`([A-Z][A-Z0-9_]+)(?:=[a-z]+)?`", (ROOT / "docs/environment.md").read_text()))
-    of_options = {setting_variable(key) for name in ("run", "serve") for key in option_keys(cli.commands[name])}
+    configured = [command for command in cli.commands.values() if isinstance(command, Configured)]
+    of_options = {setting_variable(key) for command in configured for key in option_keys(command)}
     in_code = {word for file, word in words(SOURCE) if file.startswith("place/") or file in WRITERS}
     assert listed == (in_code | of_options | set(own_variables())) - OF_THE_SYSTEM
 

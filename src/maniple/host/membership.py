@@ -1,12 +1,17 @@
 """Membership: which workers there are, and whether they are alive, as the host's server sees them."""
 
+import os
+import select
 import threading
+import time
 
 from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.record import Events
 from maniple.wire.messages import Join
 from maniple.wire.stream import Stream
+
+_RETURN_S = 10.0  # for a process that lives and whose connection has broken
 
 
 class Membership:
@@ -23,7 +28,7 @@ class Membership:
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
         self._beats: dict[str, int] = {}  # the newest beat of each
         self._incarnations: dict[str, int] = {}
-        self._near: set[str] = set()
+        self._near: dict[str, int] = {}  # the process of each
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -65,7 +70,7 @@ class Membership:
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
                 self._segment.mark(rank, LIVE)
             if said.is_near:
-                self._near.add(worker)
+                self._near[worker] = said.pid
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
@@ -105,8 +110,11 @@ class Membership:
     def lose(self, worker: str, stream: Stream, reason: str, *, is_silent: bool) -> None:
         """A control connection has ended without a goodbye; it counts if the worker has made no newer one.
 
-        Whether a worker of the launcher has died is known to the launcher: of such a one only silence counts.
+        Whether a worker of the launcher has died is known to the launcher: of such a one only silence counts. A guest
+        of this machine counts as dead when its process has ended.
         """
+        if self._are_guests and worker in self._near and not is_silent:
+            self._await_end(worker, stream)
         with self._lock:
             if self._speakers.get(worker) is not stream:
                 return
@@ -117,6 +125,19 @@ class Membership:
             if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)
+
+    def _await_end(self, worker: str, stream: Stream) -> None:
+        """Until a guest's process has ended, it has made a newer connection, or has had the time to."""
+        try:
+            process = os.pidfd_open(self._near[worker])
+        except OSError:
+            return
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        deadline = time.monotonic() + _RETURN_S
+        while self._speakers.get(worker) is stream and time.monotonic() < deadline and not poll.poll(50):
+            pass
+        os.close(process)
 
     def _free(self) -> int:
         for rank in range(self._reserved, MAX_WORKERS):

@@ -3,6 +3,7 @@
 import os
 import select
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from maniple.center.segment import LEFT, NEVER
@@ -69,6 +70,12 @@ class Vigil:
                 f"of {self._guests.workers} workers of {self._guests.launcher}, {len(missing)} have not come to their "
                 f"end: {who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
             )
+
+    def await_leaving(self, timeout_s: float, is_hurried: Callable[[], bool]) -> None:
+        """Those who were told to end together with their host make their last exchange before it ends."""
+        deadline = time.monotonic() + timeout_s
+        while self._segment.live and time.monotonic() < deadline and not is_hurried():
+            time.sleep(0.05)
 
     def exit_code(self) -> int:
         """What the error of a worker that has failed asks for; 0 if none has, that was not started again."""

@@ -200,6 +200,16 @@ class Job:
         return "maniple" if self.guests is None else self.guests.launcher
 
     @property
+    def crew(self) -> str:
+        """Who takes part, in words."""
+        if self.world == 0:
+            return "a host alone"
+        who = "1 worker" if self.world == 1 else f"{self.world} workers"
+        if self.guests is not None:
+            return f"{who} of {self.launcher}"
+        return f"{who} on {', '.join(self.hosts)}" if self.hosts else who
+
+    @property
     def workers_per_node(self) -> int:
         """How many workers each machine runs."""
         return self.workers // max(1, len(self.hosts))

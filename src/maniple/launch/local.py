@@ -116,10 +116,7 @@ class _Run:
         return 0 if self._comes_back else _INTERRUPTED
 
     def _greet(self) -> None:
-        who = count(self._job.world, "worker") if self._job.world else "a host alone"
-        who += f" on {', '.join(self._job.hosts)}" if self._job.hosts else ""
-        who += "" if self._job.guests is None else f" of {self._job.launcher}"
-        self._say(f"{who}, run folder {short(self._host.folder.path)}")
+        self._say(f"{self._job.crew}, run folder {short(self._host.folder.path)}")
         for news in self._host.news:
             self._say(news)
         for path in self._host.salvaged:
@@ -229,6 +226,8 @@ class _Run:
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
         self._end_queue()
+        if self._vigil is not None:
+            self._vigil.await_leaving(_GRACE_S, lambda: self._is_hurried)
         for process in self._processes:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S

@@ -204,7 +204,9 @@ def _living(launch: Launch) -> Path | None:
     for path in reversed(candidates):
         host = Posted.read(path / FILE)
         is_over = Folder(path).read().get("ended") is not None
-        if host is not None and not is_over and (not host.is_here or is_guarded(Path(host.segment))):
+        if host is None or is_over or not host.segment:
+            continue
+        if not host.is_here or is_guarded(Path(host.segment)):
             return path.resolve()
     return None
 

@@ -1,0 +1,60 @@
+"""Membership of guests, of whom nobody says what becomes of them: their processes tell."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maniple.center.segment import DEAD, LIVE, Segment
+from maniple.host.membership import Membership
+from maniple.record import Events
+from maniple.wire.messages import Join
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[Segment]:
+    segment = Segment.create(Path(os.environ["MANIPLE_SHM"]), "0" * 16, tmp_path)
+    yield segment
+    segment.remove()
+
+
+def comes(members: Membership, segment: Segment, pid: int, *, is_back: bool = False) -> Any:
+    """A near guest of rank 0 joins; gives its connection."""
+    stream: Any = object()
+    members.join("a", stream, Join("here", pid, 0, 0, is_near=True, is_back=is_back))
+    segment.mark(0, LIVE)
+    return stream
+
+
+def test_guest_whose_connection_breaks_is_not_dead_while_its_process_lives(segment):
+    members = Membership(segment, Events(None), 2, are_guests=True)
+    broken = comes(members, segment, os.getpid())
+    losing = threading.Thread(target=members.lose, args=("a", broken, "it broke"), kwargs={"is_silent": False})
+    losing.start()
+    losing.join(0.2)
+    assert losing.is_alive() and segment.state(0) == LIVE
+    comes(members, segment, os.getpid(), is_back=True)
+    losing.join(60)
+    assert not losing.is_alive() and segment.state(0) == LIVE
+
+
+def test_guest_whose_process_has_ended_is_dead(segment):
+    members = Membership(segment, Events(None), 2, are_guests=True)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stream = comes(members, segment, process.pid)
+    process.communicate(b"\n")
+    members.lose("a", stream, "it ended", is_silent=False)
+    assert segment.state(0) == DEAD
+
+
+def test_guest_that_nobody_has_announced_is_not_its_predecessor(segment):
+    members = Membership(segment, Events(None), 2, are_guests=True)
+    comes(members, segment, os.getpid())
+    before = segment.incarnation(0)
+    members.join("b", object(), Join("here", os.getpid(), 0, 1, is_near=True))
+    assert segment.incarnation(0) == before + 1
