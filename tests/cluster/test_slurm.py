@@ -216,6 +216,23 @@ def test_ctrl_c_cancels_queued_and_running_tasks_and_saves_the_center(cluster: C
     submitted.assert_accounted()
 
 
+def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cluster: Cluster, submitted: Submitted):
+    going = submitted.start("-n", "3", "--max-simultaneous", "2")
+    for task in range(2):
+        submitted.await_rows(task, "exchange", 2)
+    cluster.signal(going, signal.SIGKILL)
+    going.wait(PATIENCE_S)
+    assert "does not answer" in submitted.call("status", "runs/run")
+    serve = ("serve", "--listen", "0.0.0.0:0", "--resume", "runs/run")
+    successor = cluster.start(0, MANIPLE, *serve, folder=submitted.folder, output=submitted.folder / "successor")
+    cluster.on(0, "scancel", f"{submitted.jobs()['workers']}_0")  # so that the third starts, and finds it too
+    submitted.await_rows(2, "exchange", 2)
+    assert "no job is in the queue" in submitted.call("stop", "runs/run")
+    assert successor.wait(PATIENCE_S) == 0
+    assert queue(cluster) == ""
+    submitted.assert_accounted()
+
+
 def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, tmp_path: Path):
     """In a folder whose name needs care."""
     (tmp_path / "it's #1, 50% done").mkdir()

@@ -16,7 +16,7 @@ STEPS = """
     worker = maniple.join()
     params = {"w": np.zeros(2)}
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1000))
-    sampler = worker.sampler(10_000, chunk=10, shuffle=False)
+    sampler = worker.sampler(40_000, chunk=400, shuffle=False)  # more than they take in two minutes
     for batch in sampler.batches(1):
         params["w"][0] += 1
         time.sleep(float(sys.argv[1]) if replica.steps > 3 else 0)
@@ -43,7 +43,7 @@ def test_a_signal_ends_a_worker_after_its_step_with_its_leases_given_back(serve)
 
     other = host.join(STEPS.replace("Every(1000)", "Every(1)"), "0.0")
     # The leases that were not finished go to this one.
-    await_(lambda: {row["sample"] for row in host.events(3, "log")} >= set(range(30)))
+    await_(lambda: {row["sample"] for row in host.events(3, "log")} >= set(range(3 * 400)))
     other.send_signal(signal.SIGUSR1)
     other.communicate(timeout=PATIENCE_S)
     assert host.end() == 0
@@ -54,6 +54,15 @@ def test_a_signal_ends_a_worker_after_its_step_with_its_leases_given_back(serve)
 def _rank(host, pid: int) -> int:
     """One more than the rank of a process that has joined; 0 if it has not."""
     return next((row["worker"] + 1 for row in host.events("server", "joined") if row["pid"] == pid), 0)
+
+
+def test_a_run_is_stopped_by_its_folder(start, tmp_path):
+    going = start(STEPS, "-n", "1", args=("0.01",))
+    going.await_event(0, "log", count=3)
+    done = subprocess.run([str(MANIPLE), "stop", "runs/run0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "the host has ended with exit code 130" in done.stdout, done.stdout + done.stderr
+    assert going.wait() == 130
+    assert going.center["w"].tolist() == 2 * [going.events(0, "progress")[-1]["step"]]
 
 
 def test_a_host_that_goes_on_at_another_port_is_found_by_its_run_folder(tmp_path):

@@ -186,7 +186,9 @@ def test_a_script_that_fails_on_one_rank_stops_the_others_and_the_center_is_save
 def test_ranks_that_are_told_to_end_make_their_last_exchange_before_the_center_is_saved(tmp_path):
     done = launch(tmp_path, LOOP, 3, "term")
     assert done.returncode == 128 + signal.SIGTERM
-    assert load_file(tmp_path / "runs/last/center/center-0.safetensors")["w"].tolist() == [3 * 5.0] * 5  # each ends after its fifth step
+    assert (
+        load_file(tmp_path / "runs/last/center/center-0.safetensors")["w"].tolist() == [3 * 5.0] * 5
+    )  # each ends after its fifth step
     assert ended(tmp_path)["exit_code"] == 0
 
 

@@ -19,7 +19,7 @@ from maniple.wire.address import Address
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["stop", "."], "was not submitted to a queue"),
+        (["stop", "."], "is no run folder"),
         (["status", "."], "is no run folder"),
         (["submit", "-n", "2", "train.py"], "Add --slurm"),
         (["submit", "--slurm", "train.py"], "Add --instances"),
@@ -56,12 +56,3 @@ def test_a_submission_is_found_again_in_its_folder(tmp_path):
     order = Order(resources, tmp_path, Path("/home/me"), Path("/bin/python"), ("/home/me/train.py", "--lr", "0.1"))
     submission = Submission(job, order, has_host_job=True, jobs={"host": "7"}).write()
     assert Submission.read(tmp_path) == submission
-
-
-def test_a_stop_is_seen_by_whoever_looks_into_the_folder(tmp_path):
-    order = Order(Resources(1), tmp_path, tmp_path, Path("/bin/python"), ("train.py",))
-    submission = Submission(Job(), order)
-    submission.stop()
-    assert Submission(Job(), order).is_stopped
-    submission.unstop()
-    assert not submission.is_stopped

@@ -20,6 +20,7 @@ from maniple.launch import run_local
 from maniple.launch.array import Array
 from maniple.launch.slurm import requeue
 from maniple.launch.submission import HOST, Submission
+from maniple.record import Folder
 
 _REQUEUE_S = 60.0
 
@@ -34,14 +35,13 @@ def main(run: Path) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGUSR1, note)
-    submission = Submission.read(run)
-    if submission.is_stopped:
+    submission, folder = Submission.read(run), Folder(run)
+    if folder.is_stopped:
         return 0
     exit_code = run_local(replace(submission.job, name=None, resume=None), Array(submission), run=run)
-    submission = Submission.read(run)
-    if is_late and exit_code == 0 and not submission.is_stopped:
+    if is_late and exit_code == 0 and not folder.is_stopped:
         with suppress(QueueRefused):
-            requeue(submission.jobs[HOST])
+            requeue(Submission.read(run).jobs[HOST])
             time.sleep(_REQUEUE_S)  # Slurm ends this process
     return exit_code
 

@@ -1,4 +1,4 @@
-"""The command `maniple stop`: end a run that was submitted to a batch queue."""
+"""The command `maniple stop`: end a run, wherever its host and its workers are."""
 
 import time
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from maniple.launch.death import short
 from maniple.launch.slurm import cancel, look
 from maniple.launch.submission import Submission
 from maniple.launch.whereabouts import find_host
+from maniple.record import Folder
+from maniple.record.folder import SUBMITTED
 
 _TICK_S = 0.5
 
@@ -27,30 +29,35 @@ _TICK_S = 0.5
 )
 @click.argument("run", type=click.Path(path_type=Path))
 def stop(*, run: Path, timeout_s: float) -> None:
-    """End a run that `maniple submit` has begun: its workers leave, its host saves the center, its jobs are cancelled.
+    """End a run: its workers leave, its host saves the center, and its jobs in a queue are cancelled.
 
-    RUN is its folder. `maniple submit --resume RUN` goes on with it later.
+    RUN is its folder, seen from any machine. `--resume RUN` goes on with it later.
 
     \b
       maniple stop runs/last
     """
     run = run.resolve()
-    submission = Submission.read(run)
-    submission.stop()
-    if find_host(run).is_alive:
-        click.echo("the host is told: it cancels the workers' job, and saves the center when they have left")
-        _wait(lambda: not find_host(run).is_alive, timeout_s, f"the host of {run}, which {find_host(run).words}")
-    jobs = list(Submission.read(run).jobs.values())
-    cancel(jobs)
+    where = find_host(run)
+    Folder(run).stop()
+    if where.is_alive:
+        click.echo("the host is told: it ends the workers, and saves the center when they have left")
+        _wait(lambda: not find_host(run).is_alive, timeout_s, f"the host: {where.words}")
+    if (run / SUBMITTED).exists():
+        _empty(list(Submission.read(run).jobs.values()), timeout_s)
+    click.echo(f"stopped: the host {find_host(run).words}. The center is in {short(run)}/center")
+
+
+def _empty(jobs: list[str], timeout_s: float) -> None:
+    """Have no job left in the queue."""
 
     def is_empty() -> bool:
         tasks = look(jobs)
         return tasks is not None and all(task.is_over for task in tasks)
 
-    _wait(is_empty, timeout_s, f"jobs {', '.join(jobs)} to leave the queue")
-    click.echo(
-        f"stopped: no job is in the queue; the host {find_host(run).words}. The center is in {short(run)}/center"
-    )
+    if jobs:
+        cancel(jobs)
+        _wait(is_empty, timeout_s, f"jobs {', '.join(jobs)} to leave the queue")
+    click.echo("no job is in the queue")
 
 
 def _wait(until: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -188,7 +188,7 @@ def _refuse_second(run: Path) -> None:
                 f"jobs of {run} are in the queue: {', '.join(old.jobs.values())}. End them first: "
                 f"maniple stop {short(run)}"
             )
-        old.unstop()
+        Folder(run).unstop()
 
 
 def _submit_both(submission: Submission) -> None:

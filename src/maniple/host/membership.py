@@ -17,12 +17,15 @@ _RETURN_S = 10.0  # for a process that lives and whose connection has broken
 class Membership:
     """The workers of a run. Ranks below `reserved` belong to the workers that the launcher starts.
 
-    `are_guests`: that launcher is another one, or a batch queue, and says neither when it starts them nor what becomes
-    of them.
+    `are_guests`: that launcher is another one, and says neither when it starts them nor what becomes of them.
+    `is_queued`: a batch queue starts them, and each asks for its rank when it comes.
     """
 
-    def __init__(self, segment: Segment, events: Events, reserved: int, *, are_guests: bool = False) -> None:
-        self._segment, self._events, self._reserved, self._are_guests = segment, events, reserved, are_guests
+    def __init__(
+        self, segment: Segment, events: Events, reserved: int, *, are_guests: bool = False, is_queued: bool = False
+    ) -> None:
+        self._segment, self._events, self._are_guests = segment, events, are_guests
+        self._reserved, self._first_free = 0 if is_queued else reserved, reserved
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
@@ -63,9 +66,10 @@ class Membership:
         is_ours = said.is_near or said.is_expected  # the launcher has started it, with a rank of its own
         with self._lock:
             is_known = worker in self._ranks
-            rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said.rank)
+            rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said)
             is_guest = self._are_guests and is_ours and not said.is_back  # whom nobody has announced
-            if not is_known and (rank != said.rank or is_guest):
+            is_new_here = not is_ours and (rank != said.rank or not said.is_back)
+            if not is_known and (is_guest or is_new_here):
                 self._segment.renew(rank)
             if not said.is_near or self._segment.state(rank) == DEAD:  # a near one marks itself when it comes
                 self._segment.mark(rank, LIVE)
@@ -85,12 +89,20 @@ class Membership:
             )
         return rank
 
-    def _rank_elsewhere(self, worker: str, before: int) -> int:
-        """The rank of a worker whom no launcher of this host has started: the one it had `before`, or a free one."""
-        rank = self._ranks.get(worker, before)
-        is_new = worker not in self._ranks
-        is_taken = is_new and (rank < self._reserved or rank in self._ranks.values())
-        return self._free() if is_taken or not 0 <= rank < MAX_WORKERS else rank
+    def _rank_elsewhere(self, worker: str, said: Join) -> int:
+        """The rank of a worker whom no launcher of this host has started: the one it asks for, or a free one."""
+        if worker in self._ranks:
+            return self._ranks[worker]
+        if not self._reserved <= said.rank < MAX_WORKERS:
+            return self._free()
+        holders = [name for name, rank in self._ranks.items() if rank == said.rank]
+        # Who is started again takes the place of its predecessor, though that is not known to be dead yet.
+        if holders and self._segment.state(said.rank) == LIVE and not said.restarts:
+            return self._free()
+        for name in holders:
+            del self._ranks[name]
+            self._speakers.pop(name, None)
+        return said.rank
 
     def is_news(self, worker: str, beat: int) -> bool:
         """The rows of this beat have not come before."""
@@ -140,7 +152,7 @@ class Membership:
         os.close(process)
 
     def _free(self) -> int:
-        for rank in range(self._reserved, MAX_WORKERS):
+        for rank in range(self._first_free, MAX_WORKERS):
             if self._segment.state(rank) == NEVER:
                 return rank
         raise InvalidArgument(f"the run has had {MAX_WORKERS} workers, and no more can join it.")

@@ -64,9 +64,8 @@ class Server:
         self._events = Events(self._folder.events("server"))
         self._lineage = place.segment.name.rpartition("-")[2]
         self._restored = Restored.read(place.segment)
-        self._members = Membership(
-            self._segment, self._events, place.world, are_guests=place.is_guest or place.is_queued
-        )
+        are = {"are_guests": place.is_guest, "is_queued": place.is_queued}
+        self._members = Membership(self._segment, self._events, place.world, **are)
         self._turns = Turns()
         best = Best(
             self._folder.center,

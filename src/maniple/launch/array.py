@@ -34,10 +34,6 @@ class Array:
         return self._submission.has_host_job
 
     @property
-    def is_stopped(self) -> bool:
-        return self._submission.is_stopped
-
-    @property
     def is_done(self) -> bool:
         if self._over_since is None:
             return False
@@ -48,7 +44,6 @@ class Array:
         """Submit the array; as a job of its own, the host was submitted together with it."""
         del host
         if not self.comes_back:
-            self._submission.unstop()
             self._submission = self._submission.submit_workers()
             return f"job {self._submission.jobs[WORKERS]}: {count(self._submission.job.workers, 'worker')} in the queue"
         return "the workers are in the queue, or will be"

@@ -52,6 +52,8 @@ def run_local(job: Job, queue: Queue | None = None, *, run: Path | None = None) 
 
 def _begin(job: Job, queue: Queue | None, run: Path | None) -> "_Run":
     job, host = begin(job) if run is None else begin_in(run, job)
+    if run is None:  # else somebody may have stopped it before it could begin
+        host.folder.unstop()
     try:
         return _Run(job, host, queue)
     except BaseException:
@@ -108,7 +110,7 @@ class _Run:
         if self._job.script is None:  # there is no other end for a host alone
             self._say("ending: the workers are told, and the center is saved")
             return 0 if self._vigil is None else self._vigil.exit_code() or _INTERRUPTED
-        self._is_paused = self._comes_back and self._queue is not None and not self._queue.is_stopped
+        self._is_paused = self._comes_back and self._queue is not None and not self._host.folder.is_stopped
         if self._is_paused:
             self._say("pausing: the center is saved, and the workers train on until this job begins again")
             return 0
@@ -150,6 +152,8 @@ class _Run:
                 self._producers.blame(at_once=False)
                 self._mind_queue()
                 self._show()
+                if self._host.folder.is_stopped:
+                    raise KeyboardInterrupt
         self._producers.blame()
         if self._vigil is not None:
             self._vigil.check()
@@ -173,8 +177,6 @@ class _Run:
         if self._queue is not None:
             for line in self._queue.news():
                 self._say(line)
-            if self._queue.is_stopped:
-                raise KeyboardInterrupt
 
     def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""

@@ -14,11 +14,6 @@ class Queue(Protocol):
         ...
 
     @property
-    def is_stopped(self) -> bool:
-        """Somebody wants the run to end."""
-        ...
-
-    @property
     def is_done(self) -> bool:
         """All workers have ended, and none will be started again."""
         ...

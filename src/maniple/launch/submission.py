@@ -12,7 +12,6 @@ from maniple.launch.slurm import Order, host_text, submit, workers_text
 from maniple.record.folder import SUBMITTED, write_json
 
 WORKERS, HOST = "workers", "host"
-_STOP = "stop"
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,6 @@ class Submission:
         path = self.order.run / f"{kind}.sbatch"
         path.write_text(text)
         return replace(self, jobs=self.jobs | {kind: submit(path)}).write()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Somebody wants the run to end."""
-        return (self.order.run / _STOP).exists()
-
-    def stop(self) -> None:
-        """Say that the run is to end: the host looks for that, wherever it is."""
-        (self.order.run / _STOP).touch()
-
-    def unstop(self) -> None:
-        """The run goes on after all."""
-        (self.order.run / _STOP).unlink(missing_ok=True)
 
 
 def _read(kind: type, value: Any) -> Any:

@@ -6,6 +6,7 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
             center/         the shared parameters, as snapshots
             token           by which workers elsewhere and the host know each other; readable by its owner alone
             host.json       where the host listens
+            stop            `maniple stop` has left it: the run is to end
             submit.json     what was asked of a batch queue, if the run was submitted to one, and the ids of its jobs
 runs/last -> <name>
 """
@@ -22,6 +23,7 @@ import msgspec
 from maniple.errors import InvalidArgument
 
 SUBMITTED = "submit.json"
+_STOP = "stop"
 
 
 class Folder:
@@ -73,6 +75,19 @@ class Folder:
     def log(self, who: int | str) -> Path:
         """What worker `who`, or the host, printed."""
         return self.path / "logs" / f"{_name(who)}.log"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Somebody wants the run to end."""
+        return (self.path / _STOP).exists()
+
+    def stop(self) -> None:
+        """Say that the run is to end: its host looks for that, wherever it is."""
+        (self.path / _STOP).touch()
+
+    def unstop(self) -> None:
+        """The run goes on after all."""
+        (self.path / _STOP).unlink(missing_ok=True)
 
     def describe(self, **values: Any) -> None:
         """Merge `values` into run.json."""

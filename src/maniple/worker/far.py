@@ -31,10 +31,10 @@ class Far:
     def __init__(self, place: Place, count: Count) -> None:
         self._door = door = Door.of(place)
         self._count = count
-        # A launcher that has started it from another machine tells its segment, which is not here, and a rank. So does
-        # a queue, but for the segment.
-        is_expected = place.segment is not None or place.is_queued
-        rank = place.rank if is_expected else -1
+        # A launcher that has started it from another machine tells its segment, which is not here, and a rank. A queue
+        # tells a rank too, but no launcher waits for it.
+        is_expected = place.segment is not None
+        rank = place.rank if is_expected or place.is_queued else -1
         who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
         self._control = Control(door, who, count=count)
         self.place = told_place(place, told := self._control.join(place.join_deadline_s))
