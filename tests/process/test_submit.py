@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 
 SBATCH = "echo $* >> $LOG/sbatch; cat $2 > $LOG/script; echo '77;cluster'"
 SQUEUE = (
-    "[ -e $LOG/down ] && { touch $LOG/asked; echo 'Unable to contact slurm controller' >&2; exit 1; }; cat $LOG/queue"
+    "[ -e $LOG/down ] && { echo >> $LOG/asked; echo 'Unable to contact slurm controller' >&2; exit 1; }; cat $LOG/queue"
 )
 SCANCEL = "echo $* >> $LOG/scancel; echo '77|0|CANCELLED||None' > $LOG/queue"
 
@@ -93,7 +93,8 @@ def test_a_host_in_the_queue_without_workers_is_cancelled(fake, submit, tmp_path
 def test_a_queue_that_falls_silent_is_asked_again_and_ctrl_c_cancels(fake, submit, tmp_path):
     (tmp_path / "down").touch()
     process = submit()
-    await_((tmp_path / "asked").exists)
+    asked = tmp_path / "asked"
+    await_(lambda: asked.exists() and len(asked.read_text()) >= 2)  # so the first silence has been told
     assert process.poll() is None
     (tmp_path / "down").unlink()
     process.send_signal(signal.SIGINT)
