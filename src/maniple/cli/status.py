@@ -44,8 +44,9 @@ def _jobs(run: Path) -> list[str]:
         tasks = look([job])
         states = Counter(task.state.lower() for task in tasks or [])
         words = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        reasons = sorted({task.reason for task in tasks or [] if task.state == "PENDING"} - {"None", ""})
         nodes = sorted({task.node for task in tasks or [] if task.node and not task.is_over})
-        where = f" on {', '.join(nodes)}" if nodes else ""
+        where = (f" on {', '.join(nodes)}" if nodes else "") + (f" (waiting: {', '.join(reasons)})" if reasons else "")
         unknown = "the queue does not answer" if tasks is None else "ended, and forgotten by the queue"
         lines.append(f"{job} ({kind}): {words or unknown}{where}")
     return lines

@@ -13,6 +13,7 @@ from maniple.cli.settings import model_settings, settings
 from maniple.errors import InvalidArgument
 from maniple.launch import Job, run_local
 from maniple.launch.array import Array
+from maniple.launch.board import count
 from maniple.launch.death import short
 from maniple.launch.memory import remembered
 from maniple.launch.ray import connected
@@ -202,5 +203,5 @@ def _submit_both(submission: Submission) -> None:
         cancel([submission.jobs[HOST]])
         raise
     click.echo(f"run folder {short(run)}")
-    click.echo(f"job {submission.jobs[HOST]}: the host; job {submission.jobs[WORKERS]}: {job.workers} workers")
+    click.echo(f"job {submission.jobs[HOST]}: the host; job {submission.jobs[WORKERS]}: {count(job.workers, 'worker')}")
     click.echo(f"maniple status {short(run)}\nmaniple stop {short(run)}")

@@ -49,10 +49,10 @@ class Array:
         return "the workers are in the queue, or will be"
 
     def news(self) -> list[str]:
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next or (job := self._job()) is None:
             return []
         self._next = time.monotonic() + _EVERY_S
-        if (found := self._look()) is None:
+        if (found := look([job])) is None:
             was_deaf, self._is_deaf = self._is_deaf, True
             return [] if was_deaf else ["the queue does not answer; it is asked again, and training goes on"]
         self._is_deaf = False
@@ -92,10 +92,6 @@ class Array:
         if WORKERS not in self._submission.jobs and self.comes_back:
             self._submission = Submission.read(self._submission.order.run)
         return self._submission.jobs.get(WORKERS)
-
-    def _look(self) -> list[Task] | None:
-        job = self._job()
-        return None if job is None else look([job])
 
     def _new_failures(self, found: list[Task]) -> list[Task]:
         before = {number for number, task in self._tasks.items() if task.state in _FAILED}
