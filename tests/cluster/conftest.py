@@ -15,9 +15,7 @@ import pytest
 from tests.cluster import switch
 from tests.cluster.slurm import PATH, TOOLS, Cluster
 from tests.conftest import require
-from tests.process.conftest import without_numba
 
-__all__ = ["without_numba"]
 
 HOSTS = 4
 _GRACE_S = 10.0

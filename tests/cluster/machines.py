@@ -15,6 +15,7 @@ user has closed it or is dead, all hosts are powered off and the namespaces remo
 """
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def main(name: str, folder: Path, count: int) -> None:
         sys.exit(f"no machines can be made: {error}")
     finally:
         machines.remove()
+        shutil.rmtree(folder, ignore_errors=True)  # also if its user is dead
 
 
 if __name__ == "__main__":

@@ -105,7 +105,10 @@ class Submitted:
         """The center has what each worker has done, exactly."""
         taken = self.taken()
         times = np.bincount([sample for _, sample in taken], minlength=SAMPLES)
-        assert (self.center()["seen"] == times).all()
+        seen = self.center()["seen"]
+        assert (seen == times).all(), (
+            f"{(times - seen)[seen < times].sum()} lost, {(seen - times)[seen > times].sum()} twice"
+        )
         return Counter(taken)
 
 
@@ -225,6 +228,9 @@ def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cl
     assert "does not answer" in submitted.call("status", "runs/run")
     serve = ("serve", "--listen", "0.0.0.0:0", "--resume", "runs/run")
     successor = cluster.start(0, MANIPLE, *serve, folder=submitted.folder, output=submitted.folder / "successor")
+    # A worker that is told to end while its host is away waits for it for a while only.
+    exchanges = len(submitted.rows(0, "exchange"))
+    submitted.await_rows(0, "exchange", exchanges + 2)
     cluster.on(0, "scancel", f"{submitted.jobs()['workers']}_0")  # so that the third starts, and finds it too
     submitted.await_rows(2, "exchange", 2)
     assert "no job is in the queue" in submitted.call("stop", "runs/run")

@@ -11,7 +11,6 @@ from maniple.launch.submission import Submission
 from maniple.launch.view import values
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
-from maniple.record.folder import SUBMITTED
 
 
 @click.command()
@@ -37,7 +36,7 @@ def status(*, run: Path) -> None:
 
 
 def _jobs(run: Path) -> list[str]:
-    if not (run / SUBMITTED).exists():
+    if not Folder(run).is_submitted:
         return []
     lines: list[str] = []
     for kind, job in Submission.read(run).jobs.items():

@@ -9,10 +9,9 @@ import click
 from maniple.errors import WaitedTooLong
 from maniple.launch.death import short
 from maniple.launch.slurm import cancel, look
-from maniple.launch.submission import Submission
+from maniple.launch.submission import WORKERS, Submission
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
-from maniple.record.folder import SUBMITTED
 
 _TICK_S = 0.5
 
@@ -37,12 +36,15 @@ def stop(*, run: Path, timeout_s: float) -> None:
       maniple stop runs/last
     """
     run = run.resolve()
-    where = find_host(run)
-    Folder(run).stop()
+    where, folder = find_host(run), Folder(run)
+    jobs = Submission.read(run).jobs if folder.is_submitted else {}
+    folder.stop()
+    if WORKERS in jobs:
+        cancel([jobs[WORKERS]])  # while the host lives, so that they make their last exchange
     if where.is_alive:
         click.echo("the host is told: it ends the workers, and saves the center when they have left")
         _wait(lambda: not find_host(run).is_alive, timeout_s, f"the host: {where.words}")
-    if (run / SUBMITTED).exists():
+    if folder.is_submitted:
         _empty(list(Submission.read(run).jobs.values()), timeout_s)
     click.echo(f"stopped: the host {find_host(run).words}. The center is in {short(run)}/center")
 

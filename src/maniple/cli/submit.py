@@ -21,7 +21,7 @@ from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources, cancel, check_commands, look
 from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.record import Folder
-from maniple.record.folder import SUBMITTED, fresh_name
+from maniple.record.folder import fresh_name
 from maniple.rules import parse_rule
 from maniple.session import Configured
 
@@ -182,7 +182,7 @@ def _refuse_circle(job: Job) -> None:
 
 def _refuse_second(run: Path) -> None:
     """Two arrays for one run would have two workers of each rank."""
-    if (run / SUBMITTED).exists():
+    if Folder(run).is_submitted:
         old = Submission.read(run)
         if any(not task.is_over for task in look(list(old.jobs.values())) or []):
             raise InvalidArgument(

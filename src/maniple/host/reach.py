@@ -5,7 +5,7 @@ from pathlib import Path
 
 from maniple.errors import InvalidArgument
 from maniple.place import Place
-from maniple.record.folder import SUBMITTED
+from maniple.record import Folder
 from maniple.wire.address import Address
 from maniple.wire.posted import FILE, Posted
 
@@ -33,7 +33,7 @@ def reach(host: str, token_file: Path | None, certificate: Path | None, wait_s: 
 def _await_posted(folder: Path, wait_s: float) -> Posted:
     path, deadline = folder / FILE, time.monotonic() + wait_s
     while (posted := Posted.read(path)) is None:
-        if not (folder / SUBMITTED).exists():
+        if not Folder(folder).is_submitted:
             path.read_bytes()  # tells why it cannot be read
             raise InvalidArgument(f"{path} is not what a host posts. Give HOST:PORT, or the folder of a run.")
         if time.monotonic() >= deadline:

@@ -20,7 +20,7 @@ from maniple.launch.producers import Producer, Producers
 from maniple.launch.queue import Queue
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
-from maniple.launch.stopping import Stopping
+from maniple.launch.stopping import Stop, Stopping
 from maniple.launch.view import View, open_view
 from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
@@ -76,8 +76,12 @@ class _Run:
         self._board = Board(host.folder, job.workers, is_queued=queue is not None)
         self._comes_back = queue is not None and queue.comes_back
         self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
+<<<<<<< HEAD
         self._stopping = Stopping()
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
+=======
+        self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
+>>>>>>> slurm7
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
@@ -152,7 +156,7 @@ class _Run:
                 self._producers.blame(at_once=False)
                 self._mind_queue()
                 self._show()
-                if self._host.folder.is_stopped:
+                if self._stop.is_due(self._host.segment.live):
                     raise KeyboardInterrupt
         self._producers.blame()
         if self._vigil is not None:

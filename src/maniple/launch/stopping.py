@@ -1,9 +1,12 @@
-"""What a person should know when the controller lets everybody stop."""
+"""The end of a run before its time: what a person should know of it, and when a host follows `maniple stop`."""
 
 import time
 from collections.abc import Sequence
 
+from maniple.record import Folder
+
 _PATIENCE_S = 60.0
+_LEAVING_S = 60.0  # for tasks of a queue that were cancelled; Slurm kills them half a minute after it has told them
 
 
 class Stopping:
@@ -29,3 +32,22 @@ class Stopping:
             f"told to stop {_PATIENCE_S:.0f} s ago and still running: {who}. A loop ends by itself if it takes its "
             "samples from worker.sampler, or looks at worker.should_stop"
         ]
+
+
+class Stop:
+    """The mark of `maniple stop` in a run folder.
+
+    A host alone that has taken the place of another knows nothing of workers in a queue. Who stops the run has their
+    jobs cancelled, and the host gives them the time for their last exchange.
+    """
+
+    def __init__(self, folder: Folder, *, is_alone: bool) -> None:
+        self._folder, self._lets_leave = folder, is_alone and folder.is_submitted
+        self._since = 0.0
+
+    def is_due(self, live: int) -> bool:
+        """The host should end now, with `live` workers there."""
+        if not self._folder.is_stopped:
+            return False
+        self._since = self._since or time.monotonic()
+        return not self._lets_leave or live == 0 or time.monotonic() - self._since > _LEAVING_S

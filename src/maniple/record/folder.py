@@ -77,6 +77,11 @@ class Folder:
         return self.path / "logs" / f"{_name(who)}.log"
 
     @property
+    def is_submitted(self) -> bool:
+        """A batch queue was asked to start its workers."""
+        return (self.path / SUBMITTED).exists()
+
+    @property
     def is_stopped(self) -> bool:
         """Somebody wants the run to end."""
         return (self.path / _STOP).exists()

@@ -21,7 +21,7 @@ from maniple.worker.owner import Owner
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
-_HURRIED_S = 3.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
+_HURRIED_S = 20.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
 _PROGRESS_S = 0.5  # how often a row tells how far this worker is
 
 
