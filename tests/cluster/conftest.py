@@ -16,7 +16,6 @@ from tests.cluster import switch
 from tests.cluster.slurm import PATH, TOOLS, Cluster
 from tests.conftest import require
 
-
 HOSTS = 4
 _GRACE_S = 10.0
 

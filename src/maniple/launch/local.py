@@ -76,12 +76,8 @@ class _Run:
         self._board = Board(host.folder, job.workers, is_queued=queue is not None)
         self._comes_back = queue is not None and queue.comes_back
         self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
-<<<<<<< HEAD
-        self._stopping = Stopping()
-        self._vigil = None if job.guests is None else Vigil(job.guests, host)
-=======
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
->>>>>>> slurm7
+        self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
 
     def run(self, noted: list[int]) -> int:
