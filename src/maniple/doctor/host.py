@@ -7,7 +7,7 @@ from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.doctor.visit import ECHO_BYTES, visit
 from maniple.errors import BadFrame, InvalidArgument, NotAdmitted
-from maniple.host.keeping import versions
+from maniple.record.versions import versions
 
 _CLOCKS_S = 1.0  # apart
 

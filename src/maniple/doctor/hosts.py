@@ -18,8 +18,8 @@ from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.doctor.machine import own_address
 from maniple.doctor.visit import within
-from maniple.host.keeping import versions
 from maniple.launch.ssh import ssh_command
+from maniple.record.versions import versions
 
 _NOT_FOUND = {126, 127}  # exit codes of a shell
 _LEAST_MB = 256.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
-from maniple.host.keeping import versions
 from maniple.place.machine import binding_variables, visible_gpus
+from maniple.record.versions import versions
 
 _IMPORT_S = 60.0
 _NEEDED = ("numpy",)

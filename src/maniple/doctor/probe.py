@@ -24,7 +24,7 @@ from typing import Any
 def versions() -> dict[str, str]:
     """What is installed here."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in ("maniple", "numpy", "torch", "numba"):
+    for name in ("maniple", "numpy", "torch", "numba", "mpi4py"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
