@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from maniple.cli.job import listed
 from maniple.doctor import CHECKS, GRAVE, OK, WAIT_S, WARNING, Case, Finding, Slurm, check_case, chosen, examine, glance
 from maniple.launch import Job
 from maniple.launch.board import count
@@ -72,7 +73,7 @@ def doctor(
     if slurm != Slurm() and not is_slurm:
         raise click.UsageError("--partition, --cpus-per-worker and so on are asked of Slurm; add --slurm.")
     case = Case(
-        devices=_split(devices), hosts=_split(hosts), model_mb=model_size, host=host,
+        devices=listed(devices), hosts=listed(hosts), model_mb=model_size, host=host,
         slurm=slurm if is_slurm else None, **rest,
     )  # fmt: skip
     check_case(case)
@@ -99,7 +100,3 @@ def _lines(found: list[Finding]) -> str:
     lines = [f"{click.style(f'{one.level:8}', fg=_COLOURS[one.level])} {one.check}: {one}" for one in found]
     counts = Counter(one.level for one in found)
     return "\n".join([*lines, f"{counts[GRAVE]} grave, {count(counts[WARNING], 'warning')}, {counts[OK]} fine"])
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (word.strip() for word in text.split(","))))

@@ -37,7 +37,7 @@ def job_from(
     else:  # a host alone
         rest |= {name: Job.__dataclass_fields__[name].default for name in _OF_MODEL if name in rest}
     limits = Limits(**{part.name: rest.pop(part.name) for part in fields(Limits)})
-    given, nodes = _split(devices), _split(hosts) if "script" in rest else ()
+    given, nodes = listed(devices), listed(hosts) if "script" in rest else ()
     if nodes:
         listen = listen or "0.0.0.0:0"
     if every is not None and maximum_rate is not None:
@@ -71,5 +71,6 @@ def _program(script: Path | None, model: str | None, args: tuple[str, ...]) -> P
     return split(model, "--model")[0]
 
 
-def _split(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
+    """The words of a LIST, as an option has it: a,b."""
     return tuple(filter(None, (word.strip() for word in text.split(","))))

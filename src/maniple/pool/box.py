@@ -22,7 +22,7 @@ from maniple.contracts import Array
 from maniple.pool.memory import Memory
 
 _LARGE = 1 << 14
-_LINE = 64  # bytes: arrays begin at cache lines
+LINE = 64  # bytes of a cache line, where arrays begin
 _NUMBERS = "biufc"
 _COUNT = struct.Struct("<Q")
 
@@ -107,4 +107,4 @@ def is_plain(tensor: Any) -> bool:
 
 
 def _padded(size: int) -> int:
-    return size + -size % _LINE
+    return size + -size % LINE

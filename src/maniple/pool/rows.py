@@ -13,11 +13,10 @@ import numpy as np
 from maniple.circle.values import is_tensor
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
-from maniple.pool.box import is_plain
+from maniple.pool.box import LINE, is_plain
 
 Rows = range | Array
 _MANY = 1 << 24  # bytes
-_LINE = 64
 
 
 def selected(batch: Any, length: int) -> Rows:
@@ -84,7 +83,7 @@ def _gathered(values: Any, indices: Array) -> Any:
 def _is_streaming(array: Array, count: int) -> bool:
     """They are more than a cache holds, and lie there so that they can be taken line by line."""
     size = array.nbytes // max(1, len(array))
-    return size * count >= _MANY and size % _LINE == 0 and array.flags.c_contiguous and not array.dtype.hasobject
+    return size * count >= _MANY and size % LINE == 0 and array.flags.c_contiguous and not array.dtype.hasobject
 
 
 @functools.cache

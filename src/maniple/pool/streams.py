@@ -13,9 +13,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from maniple.contracts import Array
+from maniple.pool.box import LINE
 from maniple.rules.fused import fence
 
-LINE = 64  # bytes of a row: a multiple of this
 _compiled: Any = numba.njit(cache=True, nogil=True)
 
 

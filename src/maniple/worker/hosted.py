@@ -21,13 +21,12 @@ import msgspec
 
 from maniple.center.segment import is_guarded
 from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
-from maniple.place import Place, settle
+from maniple.place import JOIN_DEADLINE_S, Place, settle
 from maniple.place.launch import Launch, find_launch, is_elastic
 from maniple.record import Folder
 from maniple.wire.messages import Joined
 from maniple.wire.posted import FILE, Posted
 from maniple.worker.control import Control
-from maniple.worker.seat import JOIN_S
 
 _LOOK_S = 0.05
 _SAVING_S = 600.0  # for a host that was told to end: a large center takes its time to be written
@@ -45,7 +44,7 @@ def find_host(place: Place) -> Place:
 def joined(control: Control, place: Place) -> Joined:
     """What the host tells a guest of its machine that joins. WorkerFailed if it has ended meanwhile."""
     assert place.run is not None and place.segment is not None
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + JOIN_DEADLINE_S
     while True:
         try:
             return control.join(_PART_S)
@@ -95,7 +94,7 @@ def _host_here(place: Place, launch: Launch) -> Path:
 
 def _begun(launch: Launch) -> Path | None:
     """The host that this worker's predecessor has started, also if it is still beginning."""
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + JOIN_DEADLINE_S
     while (folder := _living(launch)) is None:
         newest = next(reversed(_folders(launch)), None)
         if newest is None or (newest / FILE).exists() or time.monotonic() > deadline:
@@ -130,13 +129,15 @@ _started: list["subprocess.Popen[bytes]"] = []  # who is not asked about any mor
 
 
 def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[bytes]) -> None:
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + JOIN_DEADLINE_S
     while _living(launch) is None:
         exit_code = process.poll()
         if exit_code is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        how = f"has not begun within {JOIN_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+        how = (
+            f"has not begun within {JOIN_DEADLINE_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+        )
         process.kill()
         process.wait()
         said.seek(0)

@@ -23,7 +23,6 @@ from maniple.sampler.lease import Holder, Verdict
 if TYPE_CHECKING:
     from maniple.wire.messages import Joined
 
-JOIN_S = 60.0  # for so long a worker that starts waits for its host
 Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
 
