@@ -73,7 +73,7 @@ class _Run:
         reach = reach_of(job, self._gate)
         self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers, is_queued=queue is not None)
+        self._board = Board(host.folder, job.workers)
         self._comes_back = queue is not None and queue.comes_back
         self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
@@ -199,7 +199,6 @@ class _Run:
 
     def _mind_death(self, process: Process) -> None:
         exit_code = process.collect()
-        self._board.mark(process.rank, "done" if exit_code == 0 else "dead")
         if exit_code == 0:
             return
         if (producer := self._producers.failing()) is not None:
@@ -222,7 +221,6 @@ class _Run:
 
     def _go_on_without(self, process: Process) -> None:
         node = process.give_up()
-        self._board.mark(process.rank, "lost")
         self._say(f"worker {process.rank}: {node or 'its machine'} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
@@ -239,7 +237,6 @@ class _Run:
                     if time.monotonic() > deadline or self._is_hurried:
                         process.signal(signal.SIGKILL)
                 process.collect()
-                self._board.mark(process.rank, "ended")
         self._producers.end(lambda: self._is_hurried)
 
     def _end_queue(self) -> None:

@@ -7,10 +7,10 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from maniple.launch.board import Board, Standing
+from maniple.launch.board import Board
+from maniple.launch.table import live_table, plain_lines
 
 _PLAIN_EVERY_S = 5.0
 
@@ -57,9 +57,8 @@ class Lines(Words):
             print(f"W{rank} | {line}", flush=True)
         if time.monotonic() - self._last >= _PLAIN_EVERY_S:
             self._last = time.monotonic()
-            for rank, standing in enumerate(board.standings):
-                words = " ".join(f"{name} {value}" for name, value in values(standing).items())
-                print(f"W{rank} : {words}", flush=True)
+            for line in plain_lines(board.standings, board.totals):
+                print(line, flush=True)
 
 
 class Rows(View):
@@ -84,9 +83,10 @@ class Rows(View):
     def show(self, board: Board, printed: list[tuple[int, str]]) -> None:
         for rank, line in printed:
             self._console.print(Text.assemble((f"W{rank} ", "cyan"), "| ", line))
-        if time.monotonic() >= self._next or all(s.state in {"done", "ended", "dead"} for s in board.standings):
+        if time.monotonic() >= self._next or all(one.is_gone for one in board.standings.values()):
             self._next = time.monotonic() + 0.5
-            self._live.update(_table(board), refresh=True)
+            height = self._console.size.height
+            self._live.update(live_table(board.standings, board.totals, height=height), refresh=True)
 
     def say(self, text: str) -> None:
         self._console.print(Text.assemble(("H  ", "bold"), "| ", text))
@@ -102,27 +102,3 @@ def open_view(*, quiet: bool, is_brief: bool = False) -> View:
     if is_brief:
         return Words()
     return Rows() if sys.stdout.isatty() else Lines()
-
-
-def _table(board: Board) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", *values(Standing())):
-        table.add_column(name, justify="left" if name in {"worker", "state"} else "right")
-    for rank, standing in enumerate(board.standings):
-        table.add_row(f"W{rank}", *values(standing).values())
-    total = sum(s.samples_per_s for s in board.standings)
-    if total and len(board.standings) > 1:
-        table.add_row("all", "", f"{sum(s.step for s in board.standings):,}", f"{total:,.0f} samples/s", "", "")
-    return table
-
-
-def values(standing: Standing) -> dict[str, str]:
-    """What is shown of a worker, by the names of columns."""
-    rate, unit = (standing.samples_per_s, "samples") if standing.samples else (standing.steps_per_s, "steps")
-    return {
-        "state": standing.state,
-        "step": f"{standing.step:,}",
-        "speed": f"{rate:,.0f} {unit}/s",
-        "loss": "–" if standing.loss is None else f"{standing.loss:.4g}",
-        "sync": f"{standing.sync_share:.1%}",
-    }
