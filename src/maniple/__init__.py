@@ -3,8 +3,8 @@
 The layers; a row imports only rows below it, and names split by `|` do not import each other:
 
     cli                            the command
-    session | pool | doctor        settings from files and variables; workers of a program that stays serial; what would
-                                   keep a run from working
+    session | pool | doctor | watch  settings from files and variables; workers of a program that stays serial; what
+                                   would keep a run from working; what a person sees of a run
     launch                         starts workers and looks after them
     controller | model             answers the workers' questions; trains a class of the user's own
     host | worker                  the owner of a run; a process that trains

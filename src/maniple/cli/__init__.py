@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 import click
 
 import maniple
+from maniple.cli.compare import compare
 from maniple.cli.doctor import doctor, warn_early
+from maniple.cli.export import export
 from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
+from maniple.cli.plot import plot
 from maniple.cli.record import record
 from maniple.cli.settings import model_settings, settings
 from maniple.cli.status import status
@@ -37,6 +40,8 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
+      maniple plot runs/one runs/two                  runs drawn on one clock; compare: as a table
+      maniple export runs/last --to tensorboard       its rows for other programs
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """
@@ -160,9 +165,12 @@ def _start(job: Job) -> NoReturn:
     sys.exit(run_local(job))
 
 
+cli.add_command(compare)
 cli.add_command(doctor)
+cli.add_command(export)
 cli.add_command(host)
 cli.add_command(join)
+cli.add_command(plot)
 cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)

@@ -1,7 +1,7 @@
 """Curves: every number that was logged or measured, against the clock, for each worker and for the center."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from maniple.record import Row
@@ -19,12 +19,14 @@ class Curves:
     Attributes:
         named: by name and rank; the rank is CENTER for what was said of the shared parameters.
         broken: how many values of each name were no finite numbers.
+
+    `limits` gives some names a limit of their own.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, limits: Mapping[str, int] | None = None) -> None:
         self.named: dict[str, dict[int, Series]] = {}
         self.broken: dict[str, int] = {}
-        self._limit = limit
+        self._limit, self._limits = limit, dict(limits or {})
 
     def note(self, rank: int, rows: Iterable[Row]) -> None:
         """All numbers of some rows of one worker; words and lists are none."""
@@ -48,8 +50,8 @@ class Curves:
 
     def add(self, name: str, rank: int, xs: Iterable[float], ys: Iterable[Any]) -> None:
         """More points of one curve."""
-        if name in self.named or len(self.named) < _MOST_NAMES:
+        if name in self.named or name in self._limits or len(self.named) < _MOST_NAMES:
             ranks = self.named.setdefault(name, {})
             if rank not in ranks:
-                ranks[rank] = Series(self._limit)
+                ranks[rank] = Series(self._limits.get(name, self._limit))
             ranks[rank].add(xs, ys)
