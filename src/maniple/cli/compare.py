@@ -69,4 +69,6 @@ def compare(
 
 
 def _word(value: object) -> str:
-    return "–" if value is None else value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    return (
+        "–" if value is None else value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    )

@@ -107,4 +107,3 @@ def began(folder: Folder) -> float | None:
             except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
                 continue
     return min(firsts, default=None)
-
