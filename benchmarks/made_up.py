@@ -58,7 +58,7 @@ def _worker(rank: int, world: int, rounds: int, chance: random.Random) -> list[s
         at = begin + (number - 1) * _EVERY_S
         for part in range(_LOGS):
             step += int(10 * speed)
-            loss = 0.1 + 2.2 * math.exp(-step * world / 20_000) * chance.lognormvariate(0, 0.2)
+            loss = _loss(number / rounds, world) * chance.lognormvariate(0, 0.2)
             lr = 0.1 * 0.999**number
             rows.append(_row("log", at + 0.09 * (part + 1), worker=rank, step=step, loss=loss, lr=lr))
             if part < _EXCHANGES:
@@ -68,9 +68,14 @@ def _worker(rank: int, world: int, rounds: int, chance: random.Random) -> list[s
             spent[name] += chance.uniform(0, most)
         rows.append(_progress(rank, at + _EVERY_S, begin, step, number, spent, world))
         if rank == 0 and number % 20 == 0:
-            center = 0.1 + 2.0 * math.exp(-step * world / 20_000)
-            rows.append(_row("log", at + _EVERY_S, worker=0, step=step, val_loss=center, center=True))
+            center = {"val_loss": _loss(number / rounds, world), "center": True}
+            rows.append(_row("log", at + _EVERY_S, worker=0, step=step, **center))
     return rows
+
+
+def _loss(share: float, world: int) -> float:
+    """After this share of the run: the more workers, the sooner it falls."""
+    return 0.1 + 2.2 * math.exp(-share * min(6, world))
 
 
 def _progress(rank: int, at: float, begin: float, step: int, number: int, spent: dict[str, float], world: int) -> str:

@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 
-from maniple.cli.picture import draw
 from maniple.cli.record import table
 from maniple.cli.session import Session, command_words
 from maniple.decisions import Decisions
@@ -21,6 +20,7 @@ from maniple.model.validation import VALIDATION, measured, validate
 from maniple.place import Limits
 from maniple.record import Events, Folder
 from maniple.record.times import PARTS, gather
+from maniple.watch.picture import draw
 
 
 class Whole:

@@ -23,7 +23,9 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure in the format that its name asks for."""
     try:
         figure.savefig(path, dpi=_DPI)
-    except (OSError, ValueError) as error:
+    except ValueError:  # matplotlib lists all that it knows
+        raise InvalidArgument(f"{path} cannot be drawn: {path.suffix!r} is no picture. Name it .png or .svg.") from None
+    except OSError as error:
         raise unwritable(path, error) from None
 
 
@@ -35,11 +37,11 @@ def write_text(path: Path, text: str) -> None:
         raise unwritable(path, error) from None
 
 
-def unwritable(path: Path, error: Exception) -> InvalidArgument:
+def unwritable(path: Path, error: OSError) -> InvalidArgument:
     """Why a picture could not be written."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    reason = error.strerror or error
     return InvalidArgument(
-        f"{path} cannot be written: {reason}. Give a path in a folder that is there and yours, ending in .png or .svg."
+        f"{path} cannot be written: {reason}. Give a path in a folder that is there and yours."
     )
 
 

@@ -71,7 +71,9 @@ def _lines(i: int, run: Run, value: str, window: int, stretches: int) -> Iterato
             yield Line(i, f"worker {rank}", False, xs, ys)
     whole = course(run.story, value, window=window)
     if len(whole):
-        who = "center" if whole.is_center else "mean of the workers" if len(curves) > 1 else "worker, running mean"
+        who = "center" if whole.is_center else "mean of the workers" if len(curves) > 1 else "running mean"
+        if broken := run.story.logged.broken.get(value):
+            who += f"; {broken:,} values were not finite"
         xs, ys = _shortened(whole.xs, whole.ys, _STRONG)
         yield Line(i, who, True, xs, ys)
 

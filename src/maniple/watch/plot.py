@@ -1,4 +1,4 @@
-"""Runs drawn by matplotlib: a value against the clock, where the time went, and speed-ups if workers differ in number."""
+"""Runs drawn by matplotlib: a value against the clock, where the time went, speed-ups if numbers of workers differ."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def draw(
 ) -> None:
     """Draw `runs` to `path`, in the format that its name asks for."""
     faster = overlay.speedups(runs)
-    below = max(2.6, 1.1 + _BAR_INCHES * len(runs))
+    below = max(2.6 if faster else 1.2, 0.9 + _BAR_INCHES * len(runs))
     figure = new_figure(path, size=(10, 4.8 + below))
     rows = [["value", "value"], ["times", "speedup" if faster else "times"]]
     axes = figure.subplot_mosaic(rows, height_ratios=[4.8, below])
@@ -51,13 +51,14 @@ def label(run: Run) -> str:
 
 def _draw_lines(axes: Any, runs: list[Run], lines: list[overlay.Line]) -> None:
     thin = sum(not line.is_strong for line in lines)
-    faint = max(0.06, min(0.45, 3 / max(1, thin)))
+    faint = max(0.03, min(0.45, 2.5 / max(1, thin)))
     for line in lines:
         colour = palette.colour(line.run)
         if line.is_strong:
             mark = "o" if len(line.xs) < 30 else None
             words = f"{label(runs[line.run])} ({line.who})"
-            axes.plot(line.xs, line.ys, color=colour, lw=1.8, zorder=3, marker=mark, ms=3, label=words)
+            axes.plot(line.xs, line.ys, color="white", lw=3.2, zorder=3)  # seen among many thin ones
+            axes.plot(line.xs, line.ys, color=colour, lw=1.8, zorder=4, marker=mark, ms=3, label=words)
         else:
             axes.plot(line.xs, line.ys, color=colour, lw=0.6, alpha=faint, zorder=2)
     axes.grid(alpha=0.25)
