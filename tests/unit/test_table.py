@@ -45,7 +45,7 @@ def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():
     text = drawn(crowd, Totals(steps=1), height=24)
     assert len(text.splitlines()) <= 24
     assert "W60" in text and "dead" in text
-    assert "44 more: 44 training" in text
+    assert "43 more: 43 training" in text
 
 
 def test_all_are_shown_where_there_is_room():
