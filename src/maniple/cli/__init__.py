@@ -20,6 +20,7 @@ from maniple.cli.settings import model_settings, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
+from maniple.cli.watch import watch
 from maniple.errors import ManipleError
 from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
@@ -40,6 +41,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
+      maniple watch runs/last                         who works, who waits, whether it pays
       maniple plot runs/one runs/two                  runs drawn on one clock; compare: as a table
       maniple export runs/last --to tensorboard       its rows for other programs
       maniple record runs/last                        where the time of a --model went
@@ -175,6 +177,7 @@ cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)
 cli.add_command(stop)
+cli.add_command(watch)
 
 
 def main() -> None:
