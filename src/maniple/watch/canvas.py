@@ -40,9 +40,7 @@ def write_text(path: Path, text: str) -> None:
 def unwritable(path: Path, error: OSError) -> InvalidArgument:
     """Why a picture could not be written."""
     reason = error.strerror or error
-    return InvalidArgument(
-        f"{path} cannot be written: {reason}. Give a path in a folder that is there and yours."
-    )
+    return InvalidArgument(f"{path} cannot be written: {reason}. Give a path in a folder that is there and yours.")
 
 
 def stack(

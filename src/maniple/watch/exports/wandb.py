@@ -36,7 +36,7 @@ class Wandb:
 
     def close(self) -> None:
         """Write, and send unless it is offline."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def open_export(run: str, place: str) -> Export:
