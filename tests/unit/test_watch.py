@@ -204,9 +204,11 @@ def test_what_never_happened_is_not_made_up(make):
 
 
 def test_settings_that_differ_are_listed_and_others_not(make):
-    runs = opened(make("a", seed=1, script="x.py"), make("b", workers=2, seed=1, script="y.py", rule="BSP()"))
+    same = {"args": ["--lr", "0.1"], "patience": 0}
+    first = make("a", seed=0, script="x.py", **same)
+    runs = opened(first, make("b", workers=2, seed=1, script="y.py", rule="BSP()", **same))
     assert differences(runs) == {
-        "workers": [1, 2], "script": ["x.py", "y.py"], "rule": ["EASGD(alpha='auto')", "BSP()"],
+        "workers": [1, 2], "seed": [0, 1], "script": ["x.py", "y.py"], "rule": ["EASGD(alpha='auto')", "BSP()"],
     }  # fmt: skip
 
 
@@ -242,6 +244,13 @@ def test_a_picture_that_cannot_be_made_is_refused_with_what_to_do(make, tmp_path
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidArgument, match=r"plotly is not installed. `pip install 'maniple\[plot\]'`"):
         report.write(runs, tmp_path / "x.html")
+
+
+def test_names_are_drawn_as_they_are_whatever_signs_they_have(make, tmp_path):
+    engine("matplotlib")
+    draw(opened(make("_$\\frac{"), make("<b>&amp; " + "x" * 150, workers=2)), tmp_path / "x.svg", value="loss")
+    drawing = (tmp_path / "x.svg").read_text()
+    assert "_$\\frac{, 1 worker (running mean)" in drawing and "&lt;b&gt;&amp;amp; xxx" in drawing
 
 
 def test_long_names_lose_their_middle():

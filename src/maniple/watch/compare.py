@@ -169,4 +169,4 @@ def _told(run: Run) -> dict[str, Any]:
     """What was asked, what the workers shared by, and the versions that they had."""
     shared = {name: run.story.shared[name] for name in ("rule", "pace", "wire") if name in run.story.shared}
     versions = {f"version of {name}": version for name, version in (run.about.get("versions") or {}).items()}
-    return run.settings | shared | versions
+    return run.asked | shared | versions

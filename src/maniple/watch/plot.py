@@ -29,7 +29,7 @@ def draw(
     rows = [["value", "value"], ["times", "speedup" if faster else "times"]]
     axes = figure.subplot_mosaic(rows, height_ratios=[4.8, below])
     _draw_lines(axes["value"], runs, overlay.lines(runs, value, against=against, window=window))
-    axes["value"].set(xlabel=overlay.axis_words(against, overlay.time_unit(runs)[1]), ylabel=value)
+    axes["value"].set(xlabel=overlay.axis_words(against, overlay.time_unit(runs)[1]), ylabel=_plain(value))
     axes["value"].set_xlim(left=0)
     if is_log:
         axes["value"].set_yscale("log")
@@ -49,6 +49,11 @@ def label(run: Run) -> str:
     return f"{shortened(run.name)}, {run.workers} worker{'' if run.workers == 1 else 's'}"
 
 
+def _plain(words: str) -> str:
+    """Words as they are: matplotlib takes $ for mathematics, and leaves out of legends what begins with _."""
+    return ("\u200a" if words.startswith("_") else "") + words.replace("$", r"\$")
+
+
 def _draw_lines(axes: Any, runs: list[Run], lines: list[overlay.Line]) -> None:
     thin = sum(not line.is_strong for line in lines)
     faint = max(0.03, min(0.45, 2.5 / max(1, thin)))
@@ -56,7 +61,7 @@ def _draw_lines(axes: Any, runs: list[Run], lines: list[overlay.Line]) -> None:
         colour = palette.colour(line.run)
         if line.is_strong:
             mark = "o" if len(line.xs) < 30 else None
-            words = f"{label(runs[line.run])} ({line.who})"
+            words = _plain(f"{label(runs[line.run])} ({line.who})")
             axes.plot(line.xs, line.ys, color="white", lw=3.2, zorder=3)  # seen among many thin ones
             axes.plot(line.xs, line.ys, color=colour, lw=1.8, zorder=4, marker=mark, ms=3, label=words)
         else:
@@ -73,7 +78,7 @@ def _draw_times(axes: Any, runs: list[Run]) -> None:
     places = range(len(runs))
     percent = [{part: 100 * share for part, share in overlay.shares(run).items()} for run in runs]
     stack(axes, places, percent, width=0.7, lying=True)
-    axes.set_yticks(places, [shortened(run.name, 28) for run in runs], fontsize="small")
+    axes.set_yticks(places, [_plain(shortened(run.name, 28)) for run in runs], fontsize="small")
     for tick, place in zip(axes.get_yticklabels(), places, strict=True):
         tick.set_color(palette.colour(place))
     axes.set(xlim=(0, 100), ylim=(len(runs) - 0.5, -0.5))
@@ -86,7 +91,7 @@ def _draw_speedups(axes: Any, speedups: list[overlay.Speedup], base: overlay.Bas
     least = min(count for one in speedups for count in one.workers)
     axes.plot([least, most], [1, most / least], color="#999999", ls="--", lw=1, label="as many times as workers")
     for i, one in enumerate(speedups):
-        axes.plot(one.workers, one.times, marker="o", color=palette.colour(i), label=one.rule or "runs")
+        axes.plot(one.workers, one.times, marker="o", color=palette.colour(i), label=_plain(one.rule or "runs"))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="workers", ylabel="times as fast", ylim=(0, None))
     axes.set_title(f"speed-up over {base.words if base else ''}", fontsize="small")

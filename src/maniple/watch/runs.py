@@ -37,10 +37,15 @@ class Run:
         return len(self.story.standings)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What was asked of it, without what was left as it is."""
+    def asked(self) -> dict[str, Any]:
+        """All that was asked of it."""
         asked = cast(dict[str, Any], self.about.get("asked") or {})
-        return {name: value for name, value in asked.items() if value not in (None, [], 0, "") and name not in _UNTOLD}
+        return {name: value for name, value in asked.items() if name not in _UNTOLD}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same, without what was left as it is."""
+        return {name: value for name, value in self.asked.items() if value not in (None, [], 0, "")}
 
     @property
     def rule(self) -> str:
