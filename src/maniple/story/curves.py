@@ -8,9 +8,10 @@ from maniple.record import Row
 from maniple.story.series import Series
 
 CENTER = -1  # stands for the shared parameters where else the rank of a worker stands
-_ABOUT = {"event", "timestamp", "datestamp", "worker", "step", "center", "dropped"}
+# What a row says beside its values.
+ABOUT = {"event", "timestamp", "datestamp", "worker", "step", "center", "dropped"}
 _MOST_NAMES = 100
-_BROKEN = {"nan", "inf", "-inf"}  # as a worker writes what JSON has no number for
+BROKEN = {"nan", "inf", "-inf"}  # as a worker writes what JSON has no number for
 
 
 class Curves:
@@ -34,7 +35,7 @@ class Curves:
         for row in rows:
             x, who = row["timestamp"], CENTER if "center" in row else rank
             for name, value in row.items():
-                if name in _ABOUT:
+                if name in ABOUT:
                     continue
                 kind = type(value)
                 if kind is int or (kind is float and math.isfinite(value)):
@@ -43,7 +44,7 @@ class Curves:
                         points = found[name, who] = ([], [])
                     points[0].append(x)
                     points[1].append(value)
-                elif kind is str and value in _BROKEN:
+                elif kind is str and value in BROKEN:
                     self.broken[name] = self.broken.get(name, 0) + 1
         for (name, who), (xs, ys) in found.items():
             self.add(name, who, xs, ys)

@@ -9,13 +9,12 @@ import msgspec
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder, Row, Tail
 from maniple.record.events import parse_events
+from maniple.story.curves import ABOUT, BROKEN
+from maniple.story.rows import PASSED
 from maniple.watch.exports import CENTER, Export, Instant
 
 _LOOK_S, _SILENT_S = 0.5, 10.0
-_ABOUT = {"event", "timestamp", "datestamp", "worker", "step", "center", "dropped"}
-_BROKEN = {"nan", "inf", "-inf"}  # as a worker writes what JSON has no number for
-# Rows of workers that are no events in the life of a run: single acts and what is told by others.
-_PASSED = {"exchange", "look", "pull", "push", "keep", "wait", "times", "sampler", "epoch", "validation"}
+_ORDINARY = {"sampler", "epoch", "validation"}  # rows that are no events in the life of a run
 
 
 class Exporting:
@@ -41,7 +40,7 @@ class Exporting:
             tail = self._tails.setdefault(path, Tail(path))
             who = path.stem.removeprefix("worker-")
             for lines in tail.pieces():
-                for row in parse_events(lines):
+                for row in parse_events([line for line in lines if not line.startswith(PASSED)]):
                     self._take(who, row)
         return self.rows > before
 
@@ -73,7 +72,7 @@ class Exporting:
             self._give(CENTER, row, numbers(row), of=who)
         elif kind == "log":
             self._give(who, row, numbers(row))
-        elif kind not in _PASSED:
+        elif kind not in _ORDINARY:
             self._export.event(row)
 
     def _give(self, who: str, row: Row, values: Mapping[str, float], *, of: str | None = None) -> None:
@@ -90,9 +89,9 @@ def numbers(row: Row) -> dict[str, float]:
     """All numbers of a row; words and lists are none."""
     found: dict[str, float] = {}
     for name, value in row.items():
-        if name in _ABOUT or isinstance(value, bool):
+        if name in ABOUT or isinstance(value, bool):
             continue
-        if isinstance(value, int | float) or (isinstance(value, str) and value in _BROKEN):
+        if isinstance(value, int | float) or (isinstance(value, str) and value in BROKEN):
             found[name] = float(value)
     return found
 
