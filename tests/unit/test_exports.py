@@ -63,7 +63,17 @@ def same(found, wanted, tolerance=0.0):
 
 
 def test_numbers_of_a_row_are_all_but_words_flags_and_what_it_is_about():
-    row = {"event": "log", "timestamp": 1.0, "worker": 0, "step": 3, "loss": "nan", "x": 1, "word": "w", "b": True}
+    row = {
+        "event": "log",
+        "timestamp": 1.0,
+        "worker": 0,
+        "step": 3,
+        "loss": "nan",
+        "x": 1,
+        "word": "w",
+        "b": True,
+        "big": 10**400,
+    }
     assert numbers(row | {"list": [1], "up": "inf"}) == pytest.approx(
         {"loss": math.nan, "x": 1.0, "up": math.inf}, nan_ok=True
     )

@@ -224,6 +224,15 @@ def test_curves_of_workers_and_of_the_center(written):
     assert logged.broken == {"loss": 1}
 
 
+def test_rows_that_tell_different_things_are_one_curve_in_the_order_of_time(written):
+    for i in range(6):
+        written.row(0, "log", i, step=i, loss=float(i), **({"lr": 0.1} if i % 2 else {}))
+    written.row(0, "log", 6, step=6, loss=10**400)
+    logged = written.story().logged
+    assert logged.named["loss"][0].points() == ([T0 + i for i in range(6)], [float(i) for i in range(6)])
+    assert len(logged.named["lr"][0]) == 3 and logged.broken == {}
+
+
 def test_a_story_read_bit_by_bit_is_that_read_at_once(written):
     story = Story(written.folder)
     for i in range(1, 50):

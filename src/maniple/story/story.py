@@ -117,11 +117,11 @@ class Story:
         rank = name.removeprefix("worker-").removesuffix(".jsonl")
         if rank.isdigit():
             for rows in sort_rows(lines):
-                with suppress(KeyError, TypeError, ValueError):  # rows that somebody else has made up
+                with suppress(KeyError, TypeError, ValueError, OverflowError):  # rows that somebody else has made up
                     self._note_worker(int(rank), rows)
             return
         for row in parse_events(lines):
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
                 self._note_host(row)
 
     def _note_host(self, row: Row) -> None:

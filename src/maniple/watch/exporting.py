@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -92,7 +93,8 @@ def numbers(row: Row) -> dict[str, float]:
         if name in ABOUT or isinstance(value, bool):
             continue
         if isinstance(value, int | float) or (isinstance(value, str) and value in BROKEN):
-            found[name] = float(value)
+            with suppress(OverflowError):  # an integer that no float can hold
+                found[name] = float(value)
     return found
 
 
