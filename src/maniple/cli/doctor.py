@@ -88,7 +88,7 @@ def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
         return
     case = Case(workers=max(1, job.workers_per_node), runs=job.runs)
     left_out: set[str] = set()
-    if job.listen is None or job.listen.address.is_loopback:  # nobody elsewhere is told it
+    if job.listen is None or not job.listen.address.is_everywhere:  # nobody is told it
         left_out |= {"name"}
     if is_elsewhere or job.hosts or job.script is None:  # the workers are
         left_out |= {"cores", "threads"}

@@ -37,7 +37,7 @@ class Case:
     runs: Path = Path("runs")
     wait_s: float = WAIT_S
     _known: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock, compare=False)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict[str, threading.Lock], compare=False)
 
     @property
     def run(self) -> Path | None:
@@ -45,8 +45,8 @@ class Case:
         return Path(self.host) if self.host is not None and Path(self.host).is_dir() else None
 
     def once(self, name: str, find: Callable[["Case"], T]) -> T:
-        """What `find` gives; the checks that need it share it. Checks of one case run at the same time."""
-        with self._lock:
+        """What `find` gives; the checks that need it wait for it, and for nothing else, and share it."""
+        with self._locks.setdefault(name, threading.Lock()):
             if name not in self._known:
                 self._known[name] = find(self)
             return self._known[name]

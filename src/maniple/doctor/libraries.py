@@ -13,6 +13,7 @@ from maniple.record.versions import versions
 
 _IMPORT_S = 60.0
 _NEEDED = ("numpy",)
+_SLOWER = ("numba",)  # without it, things are
 _WANTED = {
     "torch": "models of torch need it: pip install 'maniple[torch]'",
     "numba": "exchanges are slower without it: pip install 'maniple[fast]'",
@@ -55,9 +56,12 @@ def look_at_versions(case: Case) -> Iterable[Finding]:
     yield fine(", ".join(f"{name} {version}" for name, version in known.items()) + f" ({sys.executable})")
     errors = case.once("imported", imported)["errors"]
     for name, error in errors.items():
-        if name in known or name in _NEEDED or name == "all":
-            fix = "Install it again (`pip install --force-reinstall`), in this very environment."
-            yield grave(f"{name} cannot be imported: {error}", limit="it is installed", fix=fix)
+        if name == "all":
+            yield grave(f"libraries cannot be imported: {error}", limit="limit 60 s", fix="Import them by hand, one by one.")
+        elif name in known or name in _NEEDED:
+            kind = warning if name in _SLOWER else grave
+            fix = f"Install it again (`{sys.executable} -m pip install --force-reinstall {name}`)."
+            yield kind(f"{name} cannot be imported: {error}", limit="it is installed", fix=fix)
         else:
             yield fine(f"there is no {name}; {_WANTED[name]}")
 
