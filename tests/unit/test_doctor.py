@@ -4,11 +4,13 @@ import threading
 
 import pytest
 
-from maniple.doctor import CHECKS, Case, examine, glance
+from maniple.doctor import CHECKS, Case, examine, glance, probe
 from maniple.doctor.finding import Check, Finding, fine, grave, warning
 from maniple.doctor.slurm import duration_s, parse_nodes, size_mb
 from maniple.errors import InvalidArgument
+from maniple.launch import meeting
 from maniple.place.machine import binding_variables, values_of, visible_gpus
+from maniple.record.versions import versions
 
 
 def check(name: str, look, **rest) -> Check:
@@ -76,6 +78,23 @@ def test_what_several_checks_need_is_found_out_once():
     looks = [check(str(i), lambda case: [fine(str(case.once("x", lambda _: calls.append(1) or 7)))]) for i in range(5)]
     assert {one.seen for one in examine(case, looks)} == {"7"}
     assert calls == [1]
+
+
+def test_checks_wait_only_for_what_they_need():
+    case, other = Case(), threading.Event()
+
+    def wait(case: Case) -> list[Finding]:
+        return [fine(str(case.once("slow", lambda _: other.wait(30))))]
+
+    def free(case: Case) -> list[Finding]:
+        return [fine(str(case.once("other", lambda _: other.set())))]
+
+    assert [one.seen for one in examine(case, [check("a", wait), check("b", free)])] == ["True", "None"]
+
+
+def test_what_runs_at_the_far_end_agrees_with_what_runs_here():
+    assert probe.versions() == versions()
+    assert probe.PORTS == meeting._PORTS
 
 
 def test_no_two_checks_have_one_name():

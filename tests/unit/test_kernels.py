@@ -259,7 +259,7 @@ def test_numpy_kernels_are_used_where_numba_is_broken(fused, uncached, monkeypat
     monkeypatch.setattr("importlib.import_module", refuse)
     with pytest.warns(UserWarning, match="cannot be used .Numba needs another NumPy"):
         assert kernels() is blocks
-    monkeypatch.setattr("maniple.circle.sums.compiled", compiled.__wrapped__)
+    monkeypatch.setattr(sums, "compiled", compiled.__wrapped__)
     with pytest.warns(UserWarning, match="cannot be used"):
         sums.warm_up(["float32"])
 

@@ -18,7 +18,6 @@ CHECKS = (
     Check("devices", "machine", libraries.look_at_devices),
     Check("disk", "machine", machine.look_at_disk, is_quick=True),
     Check("clock", "machine", machine.look_at_clock, is_quick=True),
-    Check("ssh", "machine", machine.look_for_ssh),
     Check("name", "machine", machine.look_up_name, is_quick=True),
     Check("run folder", "run", run.look_at_folder),
     Check("host process", "run", run.look_at_life),

@@ -57,7 +57,9 @@ def look_at_versions(case: Case) -> Iterable[Finding]:
     errors = case.once("imported", imported)["errors"]
     for name, error in errors.items():
         if name == "all":
-            yield grave(f"libraries cannot be imported: {error}", limit="limit 60 s", fix="Import them by hand, one by one.")
+            yield grave(
+                f"libraries cannot be imported: {error}", limit="limit 60 s", fix="Import them by hand, one by one."
+            )
         elif name in known or name in _NEEDED:
             kind = warning if name in _SLOWER else grave
             fix = f"Install it again (`{sys.executable} -m pip install --force-reinstall {name}`)."

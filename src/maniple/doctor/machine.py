@@ -127,17 +127,6 @@ def look_at_clock(_: Case) -> Iterable[Finding]:
         yield fine(seen)
 
 
-def look_for_ssh(case: Case) -> Iterable[Finding]:
-    """The command by which --hosts starts workers."""
-    path = shutil.which("ssh")
-    if path is not None:
-        yield fine(f"ssh is {path}")
-    elif case.hosts:
-        yield grave("there is no ssh in PATH", limit="--hosts needs it", fix="Install an OpenSSH client.")
-    else:
-        yield fine("there is no ssh in PATH; only --hosts needs it")
-
-
 def look_up_name(_: Case) -> Iterable[Finding]:
     """The name by which workers of other machines find this one. What it means to them cannot be seen from here."""
     name = socket.gethostname()
