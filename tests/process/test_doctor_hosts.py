@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from maniple.wire.messages import Welcome
+from maniple.wire.proof import admit
+from maniple.wire.stream import Stream
 from tests.doctoring import assert_found, doctor, grave, looked
 
 from .conftest import PATIENCE_S, await_, is_gone
@@ -83,6 +86,24 @@ def test_another_version_of_the_protocol_is_found(greets):
     assert_found(found, "greeting", "grave", "version 2 of the protocol, this one 1", "Install the same maniple")
     _, found = doctor(greets(b"SSH-2.0-OpenSSH_9.2p1\r\n"))
     assert_found(found, "greeting", "grave", "b'SSH-' does not begin a frame of maniple")
+
+
+def test_a_host_that_breaks_off_is_found(tmp_path):
+    """It knows the token, and is gone before it has told of itself."""
+    (tmp_path / "token").write_text("a token")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            link, _ = listener.accept()
+            with link:
+                admit(Stream(link), "a token", lambda mac: Welcome(mac, "lineage", 0, 0.0))
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        code, found = doctor("--token-file", str(tmp_path / "token"), address)
+    assert code == 1
+    assert grave(found) == {"center"}
+    assert_found(found, "center", "grave", "let this one in, and then broke off", "logs/server.log")
 
 
 def test_what_keeps_a_worker_out_is_found(serve, tmp_path, monkeypatch):

@@ -64,6 +64,22 @@ def test_what_slurm_can_give_is_told(slurm, tmp_path):
     assert_found(found, "shared folder", "warning", f"written to {tmp_path}", "--runs")
 
 
+def test_a_session_file_says_what_is_to_be_asked(slurm, tmp_path):
+    """Of Slurm, if it says so or the command line does; what is typed counts more."""
+    (tmp_path / "train.py").touch()
+    session = tmp_path / "session.yaml"
+    asked = "script: train.py\ninstances: 3\nworkers: 2000\npartition: gpu\ngpus_per_worker: 5\n"
+    session.write_text(asked + "slurm: true\n")
+    assert_found(doctor(str(session))[1], "geometry", "grave", "5 GPUs", "has 64 cores, 4 GPUs")
+    assert_found(doctor("--gpus-per-worker", "4", str(session))[1], "geometry", "ok", "1 worker fit")
+    session.write_text(asked)
+    assert grave(doctor("--slurm", str(session))[1]) == {"geometry"}
+    session.write_text(asked.replace("train.py", "nowhere.py"))
+    code, found = doctor(str(session))
+    assert code == 2
+    assert "there is no script" in found[0]["text"]
+
+
 def test_slurm_that_does_not_answer_is_found(slurm, monkeypatch):
     (slurm / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
     code, found = doctor("--slurm", "--timeout", "0.5")
@@ -73,6 +89,9 @@ def test_slurm_that_does_not_answer_is_found(slurm, monkeypatch):
         "#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n"
     )
     assert_found(doctor("--slurm")[1], "slurm", "grave", "Unable to contact slurm controller", "munge")
+    (slurm / "sinfo").write_text(f"#!/bin/sh\ncat <<'END'\n{NODES}END\n")
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'Access denied' >&2; exit 1\n")
+    assert_found(doctor("--slurm")[1], "default memory", "warning", "scontrol fails: Access denied", "--mem")
     monkeypatch.setenv("PATH", str(slurm))
     (slurm / "sbatch").unlink()
     assert_found(doctor("--slurm")[1], "slurm", "grave", "no sbatch in PATH", "module load slurm")

@@ -9,6 +9,7 @@ from maniple.doctor.finding import Check, Finding, fine, grave, warning
 from maniple.doctor.slurm import duration_s, parse_nodes, size_mb
 from maniple.errors import InvalidArgument
 from maniple.launch import meeting
+from maniple.launch.room import Room
 from maniple.place.machine import binding_variables, values_of, visible_gpus
 from maniple.record.versions import versions
 
@@ -97,9 +98,26 @@ def test_what_runs_at_the_far_end_agrees_with_what_runs_here():
     assert probe.PORTS == meeting._PORTS
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "workers", "level", "words"),
+    [
+        (1, 1, 3, "ok", "3 fit at a time"),
+        (2, 0, 4, "warning", "3 fit at a time"),
+        (5, 0, 1, "grave", "no node has 5 CPUs"),
+        (1, 3, 1, "grave", "the largest have 4 CPUs and 2 GPUs"),
+    ],
+)
+def test_workers_fit_on_nodes_of_ray_or_not(cpus, gpus, workers, level, words):
+    case = Case(workers=workers, ray=Room("auto", cpus, gpus))
+    case.once("ray", lambda _: [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}, {"memory": 9.0}])
+    found = examine(case, [one for one in CHECKS if one.name == "resources"])
+    assert [one.level for one in found] == [level]
+    assert words in str(found[0])
+
+
 def test_no_two_checks_have_one_name():
     assert len({one.name for one in CHECKS}) == len(CHECKS)
-    assert {one.of for one in CHECKS} == {"machine", "host", "run", "slurm", "hosts"}
+    assert {one.of for one in CHECKS} == {"machine", "host", "run", "slurm", "ray", "hosts"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from maniple.launch.room import Room
+
 T = TypeVar("T")
 WAIT_S = 5.0
 
@@ -34,6 +36,7 @@ class Case:
     hosts: tuple[str, ...] = ()
     script: Path | None = None
     slurm: Slurm | None = None
+    ray: Room | None = None
     runs: Path = Path("runs")
     wait_s: float = WAIT_S
     _known: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
