@@ -40,7 +40,7 @@ def test_too_few_file_descriptors_are_found(monkeypatch):
         return looked("descriptors", workers=workers)
 
     found = with_limits(200, unlimited, 64)
-    assert_found(found, "descriptors", "grave", "200 files", "64 workers needs 576", "ulimit -n 4096")
+    assert_found(found, "descriptors", "grave", "200 files", "64 workers needs 288", "ulimit -n 4096")
     assert_found(with_limits(200, 2000, 1), "descriptors", "warning", "200 files", "ulimit -n 2000")
     assert_found(with_limits(200, 500, 64), "descriptors", "grave", "allows 500 at most", "limits.conf")
     assert_found(with_limits(unlimited, unlimited, 64), "descriptors", "ok")
@@ -114,13 +114,13 @@ def test_a_name_that_only_this_machine_knows_is_found(monkeypatch):
 
 def test_all_of_a_machine_is_looked_at_in_one_call(tmp_path):
     """As a person calls it, with three faults at once; colours are for terminals."""
-    command = f"ulimit -n 150; exec {MANIPLE} doctor -n 16 --devices cuda:99"
+    command = f"ulimit -n 90; exec {MANIPLE} doctor -n 16 --devices cuda:99"
     done = subprocess.run(
         ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert any(line.startswith("grave    descriptors: a process may open 150 files (the host of") for line in lines)
+    assert any(line.startswith("grave    descriptors: a process may open 90 files (the host of") for line in lines)
     assert any(line.startswith("grave    devices: ") for line in lines)
     assert any(line.startswith("ok       versions: python 3") for line in lines)
     assert any(line.startswith("warning  versions: numba cannot be imported: ") for line in lines), "as planted"
@@ -131,7 +131,10 @@ def test_all_of_a_machine_is_looked_at_in_one_call(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "'nowhere' is no address"),
+        (["runs/nowhere"], "'runs/nowhere' is no folder, and no HOST:PORT"),
+        (["node-07:http"], "'node-07:http' is no address"),
+        (["nowhere.yaml"], "there is no session file 'nowhere.yaml'"),
+        (["--partition", "gpu"], "add --slurm, or --ray"),
         (["-n", "0"], "1 worker or more"),
         (["--hosts", "a,a"], "names a host twice"),
         (["--slurm", "--walltime", "soon"], "'soon' is no duration"),

@@ -56,10 +56,10 @@ def test_what_others_have_said_becomes_one_line():
     assert str(grave("ssh:\n  no route\n", limit="5 s", fix="Go.")) == "ssh: no route (5 s). Go."
 
 
-def test_launchers_tell_the_warnings_of_quick_checks_only():
+def test_launchers_tell_what_quick_checks_find_that_is_not_fine():
     warn = lambda _: [fine("a"), warning("b", limit="", fix="Do."), grave("c", limit="", fix="Do.")]  # noqa: E731
     found = glance(Case(), [check("quick", warn, is_quick=True), check("slow", warn)])
-    assert [(one.check, one.seen) for one in found] == [("quick", "b")]
+    assert [(one.check, one.seen) for one in found] == [("quick", "b"), ("quick", "c")]
 
 
 def test_launchers_do_not_wait_for_a_check_that_hangs(monkeypatch):

@@ -65,6 +65,10 @@ def check_case(case: Case) -> None:
         slurm.duration_s(case.slurm.walltime or "0")
         slurm.size_mb(case.slurm.memory or "0")
     if case.host is not None and case.run is None:
+        if ":" not in case.host:
+            raise InvalidArgument(
+                f"{case.host!r} is no folder, and no HOST:PORT. Check the path, or write node-07:29400."
+            )
         place_of(case)
 
 

@@ -19,8 +19,8 @@ from maniple.place.machine import values_of
 
 _MB = 1e6
 _LEAST_MB, _ROOM_MB = 1.0, 256.0
-_DESCRIPTORS = 64  # of the launcher and the server themselves
-_OF_WORKER = 8  # its log, its events, its process, and its connections at both ends
+_DESCRIPTORS = 32  # of the launcher, or of the server
+_OF_WORKER = 4  # its log, its events and its process there, or its connections here
 _ENLARGE = (
     "Enlarge it (`mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`), remove what fills it, or set "
     "MANIPLE_SHM to another folder that is held in memory."
