@@ -3,6 +3,7 @@ reaches it over the network; `among.Among` has no host, but other workers of one
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from maniple.center import Segment, Shared
 from maniple.center.locks import Patience, held
 from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.contracts import Center
-from maniple.errors import HostAway, InvalidArgument
+from maniple.errors import HostAway, InvalidArgument, PeerLost
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import Rule, warm_up
@@ -23,6 +24,7 @@ from maniple.sampler.lease import Holder, Verdict
 if TYPE_CHECKING:
     from maniple.wire.messages import Joined
 
+_RETURN_S = 30.0  # for worker 0, of whom nothing is heard, before others begin without it
 Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
 
@@ -168,10 +170,25 @@ class Near:
         return center, is_creator
 
     def _await_first(self, name: str) -> None:
-        """Wait until worker 0 has made the center: where all begin together, they begin with its values."""
-        patience = Patience(self.place.circle_deadline_s)
-        while not (self._segment.path / name).exists() and self._segment.state(0) in {NEVER, LIVE}:
+        """Wait until worker 0 has made the center: where all begin together, they begin with its values.
+
+        One that was silent for a while, on a busy machine say, counts as dead and yet returns.
+        """
+        patience, seen = Patience(self.place.circle_deadline_s), time.monotonic()
+        while not (self._segment.path / name).exists() and not self.is_over:
+            state = self._segment.state(0)
+            seen = time.monotonic() if state in {NEVER, LIVE} else seen
+            if state == LEFT or time.monotonic() - seen > _RETURN_S:
+                self._do_without_first(name)
+                return
             patience.wait(f"worker 0 to make {name}")
+
+    def _do_without_first(self, name: str) -> None:
+        if self.place.deterministic:
+            raise PeerLost(
+                f"worker 0 is gone and has not made {name}, with whose values all begin in a repeatable run "
+                "(--deterministic). Look at what it printed, and start the run again."
+            )
 
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""
