@@ -133,15 +133,15 @@ class Near:
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._tables: list[Table] = []
         door = Door.of(place)
-        self._control = Control(
-            door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
-        )
+        guests = place.world if place.is_guest else 0
+        who = Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True, guests=guests)
+        self._control = Control(door, who, count=count)
         self.place = self._told(place) if place.is_guest else place
         self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self._segment.mark(place.rank, LIVE)
         self._control.start()
-        who = (self._holder.rank, self._holder.incarnation)
-        self._questions = Questions(door, who=lambda: who, count=count, is_over=lambda: self.is_over)
+        holder = (self._holder.rank, self._holder.incarnation)
+        self._questions = Questions(door, who=lambda: holder, count=count, is_over=lambda: self.is_over)
 
     def _told(self, place: Place) -> Place:
         from maniple.worker.hosted import joined
