@@ -21,7 +21,7 @@ import msgspec
 from maniple.center.segment import is_guarded
 from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
 from maniple.place import JOIN_DEADLINE_S, Place, settle
-from maniple.place.launch import Launch, find_launch, is_elastic
+from maniple.place.launch import Launch, as_guest, find_launch, is_elastic
 from maniple.record import Folder
 from maniple.wire.messages import Joined
 from maniple.wire.posted import FILE, Posted
@@ -38,6 +38,12 @@ def find_host(place: Place) -> Place:
     launch = find_launch(place)
     folder = _host_here(place, launch) if place.rank == 0 else _await_host(place, launch)
     return settle(_seen_from(place, folder))
+
+
+def left_of_many(place: Place) -> Place:
+    """The place of a worker whom an elastic launcher has started alone: in the run of its launch, if there is one."""
+    guest = as_guest(place)
+    return find_host(guest) if runs.of_launch(find_launch(guest)) else place
 
 
 def joined(control: Control, place: Place) -> Joined:

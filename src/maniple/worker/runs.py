@@ -14,7 +14,7 @@ from maniple.record import Folder
 from maniple.wire.posted import FILE, Posted
 
 LOOK_S = 0.05
-_ANSWER_S = 10.0  # for a host on another machine, which may be busy
+_ANSWER_S = 5.0  # for the machine of a host elsewhere
 _TRY_S = 1.0
 
 
@@ -52,8 +52,12 @@ def before(place: Place, launch: Launch) -> list[Path]:
     """
     if place.restarts:
         return folders(launch)
-    runs = folders(launch) if is_elastic() else []
-    return [run for run in runs if Folder(run).read().get("started", 0.0) > launch.started]
+    return of_launch(launch) if is_elastic() else []
+
+
+def of_launch(launch: Launch) -> list[Path]:
+    """The runs that have begun since the launcher has, which are those of no other launch."""
+    return [run for run in folders(launch) if Folder(run).read().get("started", 0.0) > launch.started]
 
 
 def begun(launch: Launch) -> Path | None:

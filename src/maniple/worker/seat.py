@@ -16,6 +16,7 @@ from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument, PeerLost
 from maniple.place import Place
+from maniple.place.launch import is_elastic
 from maniple.record import Events, Folder
 from maniple.rules import Rule, warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
@@ -73,6 +74,10 @@ def take_seat(place: Place, count: Count) -> Seat | None:
         from maniple.worker.hosted import find_host
 
         place = find_host(place)
+    elif place.is_alone and place.center == "host" and is_elastic():
+        from maniple.worker.hosted import left_of_many
+
+        place = left_of_many(place)
     if place.is_near:
         return Near(place, count)
     if place.address is None:
