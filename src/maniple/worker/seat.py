@@ -93,11 +93,6 @@ def _among(place: Place, count: Count) -> Seat | None:
             f"MANIPLE_CENTER=mpi needs workers that MPI has started, but these {place.world} were started by "
             f"{place.launcher}. Start them by `mpirun -n {place.world} python SCRIPT`, or unset MANIPLE_CENTER."
         )
-    if place.limits.validate_every or place.limits.patience:
-        raise InvalidArgument(
-            "MANIPLE_VALIDATE_EVERY and MANIPLE_PATIENCE need a controller, and with MANIPLE_CENTER=mpi there is none. "
-            "Unset them, or unset MANIPLE_CENTER, so that worker 0 is the host."
-        )
     from maniple.worker.among import Among, ask_mpi  # imports MPI, which begins by that
 
     place = place if place.launcher else ask_mpi(place)
