@@ -124,7 +124,12 @@ def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
     if is_elsewhere or job.hosts or job.script is None:  # the workers are
         left_out |= {"cores", "threads"}
     for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):
-        click.echo(f"{click.style('maniple: warning:', fg='yellow')} {finding}", err=True)
+        tell_warning(str(finding))
+
+
+def tell_warning(text: str) -> None:
+    """Warn of something, and go on."""
+    click.echo(f"{click.style('maniple: warning:', fg='yellow')} {text}", err=True)
 
 
 def _lines(found: list[Finding]) -> str:

@@ -22,7 +22,7 @@ from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import check_center, check_return, is_in_step, settle
 from maniple.worker.circles import Circles
-from maniple.worker.ending import Ending, failure, staying, watch_the_end
+from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
 from maniple.worker.logged import plain
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
@@ -245,8 +245,11 @@ class Worker(Calls):
 
     def _depart(self) -> None:
         """The script has ended."""
+        is_cut_short = self.is_over and not self.has_left and not self._has_failed and not self.is_hurried
         with staying(self._place, has_failed=lambda: self._has_failed, is_told=lambda: self.is_hurried):
             self.leave()
+        if is_cut_short:
+            mind_early_end(self._place)
 
     def mind_absence(self, replica: Replica) -> None:
         """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
