@@ -1,6 +1,5 @@
 """Ray: is there a cluster, and has it room for the workers?"""
 
-import math
 from collections.abc import Iterable
 
 from maniple.doctor.case import Case
@@ -41,7 +40,7 @@ def look_at_resources(case: Case) -> Iterable[Finding]:
     if isinstance(nodes, str):
         return
     want = f"{room.cpus:g} CPUs and {room.gpus:g} GPUs for each worker"
-    fitting = sum(_fit(node, room) for node in nodes)
+    fitting = room.places(nodes)
     if not fitting:
         most = " and ".join(f"{max((_of(node, what) for node in nodes), default=0):g} {what}s" for what in _KINDS)
         fix = "Ask for less by --cpus-per-worker or --gpus-per-worker, or add a node: `ray start --address`."
@@ -69,9 +68,3 @@ def _of(node: dict[str, float], what: str) -> float:
 
 def _sum(nodes: list[dict[str, float]], what: str) -> float:
     return sum(_of(node, what) for node in nodes)
-
-
-def _fit(node: dict[str, float], room: Room) -> int:
-    """How many workers a node can hold."""
-    needs = zip(_KINDS, (room.cpus, room.gpus), strict=True)
-    return min(math.floor(_of(node, what) / each) for what, each in needs if each)
