@@ -13,7 +13,7 @@ from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, settings
+from maniple.cli.settings import model_settings, restarts, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
@@ -56,14 +56,7 @@ def cli() -> None:
     default="",
     help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
-@click.option(
-    "--restarts",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="Start a dead worker again, up to K times each.",
-)
+@restarts("Start a dead worker again, up to K times each.")
 @click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",

@@ -10,19 +10,18 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from maniple.cli import told
-from maniple.errors import QueueRefused
+from maniple.errors import ManipleError, QueueRefused
 from maniple.launch import run_local
 from maniple.launch.array import Array
-from maniple.launch.slurm import requeue
-from maniple.launch.submission import HOST, Submission
+from maniple.launch.slurm import cancel, requeue
+from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.record import Folder
 
-_REQUEUE_S = 60.0
+_REQUEUE_S, _AGAIN_S = 60.0, 5.0
 
 
 def main(run: Path) -> int:
@@ -38,12 +37,28 @@ def main(run: Path) -> int:
     submission, folder = Submission.read(run), Folder(run)
     if folder.is_stopped:
         return 0
-    exit_code = run_local(replace(submission.job, name=None, resume=None), Array(submission), run=run)
+    try:
+        exit_code = run_local(replace(submission.job, name=None, resume=None), Array(submission), run=run)
+    except ManipleError:  # it cannot begin, so that nobody will be there for the workers
+        if workers := Submission.read(run).jobs.get(WORKERS):
+            cancel([workers])
+        raise
     if is_late and exit_code == 0 and not folder.is_stopped:
-        with suppress(QueueRefused):
-            requeue(Submission.read(run).jobs[HOST])
-            time.sleep(_REQUEUE_S)  # Slurm ends this process
+        _queue_again(Submission.read(run).jobs[HOST])
     return exit_code
+
+
+def _queue_again(job: str) -> None:
+    """Put this job back into the queue. If that is refused it is tried again, for as long as there is time."""
+    deadline = time.monotonic() + _REQUEUE_S
+    while time.monotonic() < deadline:
+        try:
+            requeue(job)
+        except QueueRefused as error:
+            print(f"the host's job is not queued again yet: {error}", file=sys.stderr)
+            time.sleep(_AGAIN_S)
+        else:
+            time.sleep(_REQUEUE_S)  # Slurm ends this process
 
 
 if __name__ == "__main__":

@@ -88,7 +88,13 @@ class Folder:
 
     def stop(self) -> None:
         """Say that the run is to end: its host looks for that, wherever it is."""
-        (self.path / _STOP).touch()
+        try:
+            (self.path / _STOP).touch()
+        except OSError as error:
+            raise InvalidArgument(
+                f"{self.path} cannot be written ({error.strerror}), and there its host looks for the word to end. Make "
+                "room, or call this as its owner."
+            ) from None
 
     def unstop(self) -> None:
         """The run goes on after all."""
@@ -101,7 +107,12 @@ class Folder:
     def read(self) -> dict[str, Any]:
         """What run.json says; nothing if there is none."""
         path = self.path / "run.json"
-        return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+        except msgspec.MsgspecError as error:
+            raise InvalidArgument(
+                f"{path} is not what maniple has written: {error}. Is {self.path.name} a run folder? Give runs/NAME."
+            ) from None
 
 
 def fresh_name(root: Path, script: Path) -> str:
