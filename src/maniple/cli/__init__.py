@@ -1,5 +1,6 @@
 """The command `maniple`."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -174,3 +175,11 @@ def told(act: Callable[[], Any]) -> None:
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}:
+            raise
+        where = error.filename or "a file"
+        click.echo(
+            f"maniple: {where} cannot be written: {error.strerror}. Make room, or choose another --runs.", err=True
+        )
+        sys.exit(3)

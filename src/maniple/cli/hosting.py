@@ -44,11 +44,11 @@ def main(run: Path) -> int:
             cancel([workers])
         raise
     if is_late and exit_code == 0 and not folder.is_stopped:
-        _queue_again(Submission.read(run).jobs[HOST])
+        queue_again(Submission.read(run).jobs[HOST])
     return exit_code
 
 
-def _queue_again(job: str) -> None:
+def queue_again(job: str) -> None:
     """Put this job back into the queue. If that is refused it is tried again, for as long as there is time."""
     deadline = time.monotonic() + _REQUEUE_S
     while time.monotonic() < deadline:

@@ -44,16 +44,18 @@ def stop(*, run: Path, timeout_s: float) -> None:
     job = jobs.get(HOST)
     if where.is_alive or _runs(job):
         click.echo("the host is told: it ends the workers, and saves the center when they have left")
-        # Also when it listens no more: to save a large center takes its time, and then its own job is cancelled.
-        _wait(
-            lambda: find_host(run).has_ended or (job is not None and not _runs(job)),
-            timeout_s,
-            f"the host, which {where.words}",
-        )
+        _wait(lambda: _has_gone(run, job), timeout_s, f"the host, which {where.words}")
     if folder.is_submitted:
         _empty(list(Submission.read(run).jobs.values()), timeout_s)
     where = find_host(run)
     click.echo(f"stopped: the host {where.words}." + (f" Its center: {short(run)}/center" if where.has_ended else ""))
+
+
+def _has_gone(run: Path, job: str | None) -> bool:
+    """The host has ended, and not only stopped listening: a large center takes its time to be saved."""
+    if (where := find_host(run)).is_dead:
+        time.sleep(_TICK_S)  # how it ended is written down a moment after its memory is gone
+    return where.has_ended or where.is_dead or (job is not None and not _runs(job))
 
 
 def _runs(job: str | None) -> bool:

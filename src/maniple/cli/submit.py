@@ -190,10 +190,20 @@ def _refuse_second(run: Path) -> None:
             )
 
 
+def _make(job: Job) -> None:
+    """The folder of a run whose host will begin later."""
+    folder = Folder.create(job.runs, str(job.name))
+    try:
+        folder.describe(asked=job.asked())
+    except BaseException:  # a full disk, say
+        folder.discard()
+        raise
+
+
 def _submit_both(submission: Submission) -> None:
     run, job = submission.order.run, submission.job
     if job.resume is None:
-        Folder.create(job.runs, str(job.name)).describe(asked=job.asked())
+        _make(job)
     else:
         check_gone(run)
         Folder(run).unstop()  # the host itself cannot tell whether this is of before, or was said while it waited

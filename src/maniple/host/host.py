@@ -86,11 +86,12 @@ class Host:
             if arrays is not None:
                 _bring(segment, arrays)
             segment.made()
+            node = platform.node()
+            folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=node)
+            return cls(folder, segment, lineage, asked, most=most)
         except BaseException:
             segment.remove()
             raise
-        folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=platform.node())
-        return cls(folder, segment, lineage, asked, most=most)
 
     @classmethod
     def go_on(cls, shared_memory: Path, run: Path, asked: dict[str, Any], *, most: int = KEEP) -> "Host":
@@ -147,7 +148,10 @@ class Host:
             try:
                 find_again(segment, path, manifest)
                 Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
+                for rank in folder.ranks():  # they may return; those who are new get ranks of their own
+                    segment.mark(rank, DEAD)
                 segment.made()
+                folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
             except BaseException:
                 segment.remove()
                 raise
@@ -155,9 +159,6 @@ class Host:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
             lost = "nothing was" if is_all else f"what was contributed after that ({ago:,.0f} s ago) is"
             news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
-            for rank in folder.ranks():  # they may return; those who are new get ranks of their own
-                segment.mark(rank, DEAD)
-            folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
             host = cls(folder, segment, lineage, asked, most=most)
             host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
         begin_again(segment)

@@ -208,6 +208,7 @@ def _call(command: str, *words: str) -> str:
             [_find(command), *words],
             env=inherited(),  # without what a place is: neither a token nor an address goes into the queue
             capture_output=True, text=True, timeout=_CALL_S, stdin=subprocess.DEVNULL, check=False,
+            process_group=0,  # Ctrl-C at the terminal is not for it: what it was asked to do would be half done
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise QueueRefused(

@@ -15,6 +15,7 @@ from maniple.launch.slurm import Order, cancel, host_text, submit, workers_text
 from maniple.record.folder import SUBMITTED, write_json
 
 WORKERS, HOST = "workers", "host"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,16 @@ class Submission:
 
 @contextmanager
 def _undisturbed() -> Generator[None]:
-    """Signals wait, also for what is started meanwhile: a job that is in the queue has its id written down."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    """Signals wait, so that of a job that is in the queue the id is written down."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _ENDING}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in noted[:1]:
+            signal.raise_signal(number)
 
 
 def _read(kind: type, value: Any) -> Any:

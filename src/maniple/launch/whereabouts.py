@@ -21,6 +21,7 @@ class Whereabouts:
     words: str
     is_alive: bool = False
     has_ended: bool = False  # in order: what it had to save is saved
+    is_dead: bool = False  # for sure, for it was on this machine
 
 
 def find_host(run: Path) -> Whereabouts:
@@ -33,18 +34,21 @@ def find_host(run: Path) -> Whereabouts:
     posted, lineage, node = Posted.read(run / FILE), about.get("lineage"), about.get("node")
     if lineage is None:
         return Whereabouts("has not begun yet")
+    is_here = (posted.node if posted else node) == os.uname().nodename
+    # By its memory one that listens no more, and saves the center, is seen too.
+    is_alive = is_here and is_guarded(segment_path(shared_memory(), str(lineage)))
     if posted is not None:
         where = f"on {posted.node} (pid {posted.pid}), listening on {posted.address}"
-        is_alive = _answers(posted)
+        is_alive = is_alive or _answers(posted)
     else:
-        where, is_here = f"on {node}, listening to no other machine", node == os.uname().nodename
-        # On another machine it may be: what it writes to its folder will tell.
-        is_alive = is_guarded(segment_path(shared_memory(), str(lineage))) if is_here else not about.get("ended")
+        where = f"on {node}, listening to no other machine"
+        is_alive = is_alive or not (is_here or about.get("ended"))  # it may be: what it writes to its folder will tell
     if is_alive:
         return Whereabouts(f"is alive {where}", is_alive=True)
     if about.get("ended"):
         return Whereabouts("is away: the center is saved, and `--resume` goes on with it", has_ended=True)
-    return Whereabouts(f"does not answer: it was {where}. `--resume` goes on with what it has left")
+    words = f"does not answer: it was {where}. `--resume` goes on with what it has left"
+    return Whereabouts(words, is_dead=is_here)
 
 
 def check_gone(run: Path) -> None:

@@ -131,9 +131,13 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write `data` beside `path` and rename it, so that a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-    beside.replace(path)
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        beside.replace(path)
+    except OSError as error:  # a full disk tells no name
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _name(who: int | str) -> str:
