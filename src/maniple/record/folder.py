@@ -15,6 +15,7 @@ import itertools
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ class Folder:
     @property
     def is_stopped(self) -> bool:
         """Somebody wants the run to end."""
-        return (self.path / _STOP).exists()
+        with suppress(OSError):  # a file system that does not answer must not end the run
+            return (self.path / _STOP).exists()
+        return False
 
     def stop(self) -> None:
         """Say that the run is to end: its host looks for that, wherever it is."""
