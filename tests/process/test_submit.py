@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,12 +15,14 @@ from click.testing import CliRunner
 
 from maniple.cli import cli, hosting
 from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
+from maniple.host.gate import Listen
 from maniple.launch import Job, slurm
 from maniple.launch.array import Array
 from maniple.launch.slurm import Order, Resources
 from maniple.launch.submission import Submission
 from maniple.record import Folder
 from maniple.record.folder import write_json
+from maniple.wire.address import Address
 from maniple.wire.posted import Posted
 
 from .conftest import MANIPLE, PATIENCE_S, await_
@@ -215,6 +218,19 @@ def test_a_host_near_its_walltime_asks_to_be_queued_again_until_it_is(fake, tmp_
     hosting.queue_again("77")
     assert (tmp_path / "scontrol").read_text().startswith("requeue 77\nrequeue 77\n")
     assert "not queued again yet: scontrol has refused (1): busy" in capfd.readouterr().err
+
+
+def test_a_host_that_cannot_begin_cancels_its_workers(fake, tmp_path):
+    run = prepared(tmp_path)
+    submission = Submission.read(run.path)
+    nowhere = Listen(Address("203.0.113.1", 0))
+    jobs = {"host": "77", "workers": "78"}
+    replace(submission, job=replace(submission.job, listen=nowhere), jobs=jobs).write()
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(InvalidArgument, match="cannot listen on"):
+        hosting.main(run.path)
+    signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "scancel").read_text() == "78\n"
 
 
 def test_a_run_whose_host_answers_elsewhere_does_not_go_on_here(tmp_path, monkeypatch):

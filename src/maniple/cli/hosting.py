@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from maniple.cli import told
+from maniple.cli.doctor import warn_early
 from maniple.errors import ManipleError, QueueRefused
 from maniple.launch import run_local
 from maniple.launch.array import Array
@@ -37,6 +38,7 @@ def main(run: Path) -> int:
     submission, folder = Submission.read(run), Folder(run)
     if folder.is_stopped:
         return 0
+    warn_early(submission.job, is_elsewhere=True)
     try:
         exit_code = run_local(replace(submission.job, name=None, resume=None), Array(submission), run=run)
     except ManipleError:  # it cannot begin, so that nobody will be there for the workers
