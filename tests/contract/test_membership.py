@@ -58,3 +58,12 @@ def test_guest_that_nobody_has_announced_is_not_its_predecessor(segment):
     before = segment.incarnation(0)
     members.join("b", object(), Join("here", os.getpid(), 0, 1, is_near=True))
     assert segment.incarnation(0) == before + 1
+
+
+def test_task_that_was_cut_off_takes_nothing_from_the_one_in_its_place(segment):
+    """Each was requeued: the first is on a node that the queue took for dead."""
+    members = Membership(segment, Events(None), 2, is_queued=True)
+    assert members.join("a", object(), Join("h1", 7, 0, 1))[0] == 0
+    assert members.join("b", object(), Join("h2", 7, 0, 2))[0] == 0
+    assert members.join("a", object(), Join("h1", 7, 0, 1, is_back=True))[0] == 2
+    assert (members.rank("a"), members.rank("b")) == (2, 0)
