@@ -188,6 +188,13 @@ def test_a_host_in_the_queue_is_preempted_comes_back_elsewhere_and_is_stopped(cl
     for task in range(2):
         submitted.await_rows(task, "exchange", exchanges[task] + 2)
 
+    posted = json.loads((submitted.run / "host.json").read_text())
+    cluster.on(int(posted["node"][1:]), "kill", "-9", str(posted["pid"]))  # for want of memory, say
+    submitted.await_rows("host", "adopted")
+    exchanges = [len(submitted.rows(task, "exchange")) for task in range(2)]
+    for task in range(2):
+        submitted.await_rows(task, "exchange", exchanges[task] + 2)
+
     assert "no job is in the queue" in submitted.call("stop", "runs/run")
     assert "run" not in cluster.on(0, "squeue", "-h", "-o", "%j"), "only the urgent job is left"
     submitted.assert_accounted()
