@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from maniple.record import Row, read_events
 from tests.cluster.slurm import Cluster
+from tests.doctoring import Findings, assert_found, grave, read
 from tests.process.conftest import await_
 from tests.unit.engines import engine
 
@@ -50,9 +51,18 @@ def ray(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def doctor(cluster: Cluster, node: int, address: str, *asked: str, folder: Path) -> Findings:
+    command = (sys.executable, "-m", "maniple.cli", "doctor", "--json", "--ray", "--ray-address", address, *asked)
+    return read(cluster.on(node, *command, folder=folder, check=False))
+
+
 @pytest.mark.usefixtures("ray")
 def test_workers_are_placed_by_ray_and_a_lost_one_again(cluster: Cluster, tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINING)
+    found = doctor(cluster, 1, f"{cluster.address(1)}:6379", "-n", "3", "--gpus-per-worker", "0", folder=tmp_path)
+    assert grave(found) == set(), found
+    assert_found(found, "ray", "ok", "Ray answers: 1 node, 2 CPUs, 0 GPUs")
+    assert_found(found, "resources", "warning", "2 fit at a time", "-n 3", "--cpus-per-worker")
     run = cluster.start(
         1, sys.executable, "-m", "maniple.cli", "submit", "--ray", "-n", "2", "--restarts", "1", "--max-epochs", "1",
         "--name", "one", "--ray-address", f"{cluster.address(1)}:6379", "train.py", folder=tmp_path,
@@ -85,6 +95,9 @@ def test_without_a_cluster_or_with_what_is_for_slurm_it_says_what_to_do(cluster:
     submit = (sys.executable, "-m", "maniple.cli", "submit", "--ray", "-n", "2")
     nowhere = cluster.on(2, *submit, "--ray-address", "127.0.0.1:1", "train.py", folder=tmp_path, check=False)
     assert "there is no Ray cluster at '127.0.0.1:1'" in nowhere
+    found = doctor(cluster, 2, "127.0.0.1:1", folder=tmp_path)
+    assert grave(found) == {"ray"}
+    assert "there is no Ray cluster at '127.0.0.1:1'" in found[0]["seen"]
     assert not list(cluster.memory(2).iterdir())
     assert not (tmp_path / "runs").exists()
     assert "--walltime: that is not for --ray" in cluster.on(

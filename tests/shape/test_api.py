@@ -160,6 +160,8 @@ SETTINGS = [
                 "--mem",
                 "--model-size",
                 "--partition",
+                "--ray",
+                "--ray-address",
                 "--runs",
                 "--script",
                 "--slurm",

@@ -104,6 +104,7 @@ def submit(**options: Any) -> None:
         job = _placed(**options)
         job.check()
         connected(job.ray)  # before anything is made
+        warn_early(job, is_elsewhere=True)
         sys.exit(run_local(job))
     del options["ray_address"], options["restarts"]
     submission, is_dry = _submission(**options)
