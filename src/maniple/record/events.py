@@ -87,14 +87,14 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """The lines completed since the last call."""
-        if self._file is None:
-            try:
+        """The lines completed since the last call; none if the file is not there, or cannot be read now."""
+        try:
+            if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return []
-        while piece := os.read(self._file, 1 << 20):
-            self._rest += piece
+            while piece := os.read(self._file, 1 << 20):
+                self._rest += piece
+        except OSError:  # a file system that does not answer must not end who looks at it
+            return []
         *complete, self._rest = self._rest.split(b"\n")
         return complete
 
