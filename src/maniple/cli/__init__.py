@@ -18,6 +18,7 @@ from maniple.cli.settings import model_settings, restarts, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
+from maniple.cli.watch import watch
 from maniple.errors import ManipleError
 from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
@@ -38,6 +39,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
+      maniple watch runs/last                         who works, who waits, whether it pays
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """
@@ -161,6 +163,7 @@ cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)
 cli.add_command(stop)
+cli.add_command(watch)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.slurm import look
 from maniple.launch.submission import Submission
-from maniple.launch.view import values
+from maniple.launch.table import plain_lines
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
 
@@ -31,9 +31,8 @@ def status(*, run: Path) -> None:
         click.echo(f"job   {line}")
     board = Board(Folder(run), 0)
     board.refresh()
-    for rank, standing in enumerate(board.standings):
-        words = "  ".join(f"{name} {value}" for name, value in values(standing).items())
-        click.echo(f"W{rank:<4} {words}")
+    for line in plain_lines(board.standings, board.totals):
+        click.echo(line)
 
 
 def _jobs(run: Path) -> list[str]:

@@ -185,8 +185,10 @@ class Worker(Calls):
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
             validation: they are looked at and not trained on.
         """
+        count = data if isinstance(data, int) else len(data)
+        self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
-            data if isinstance(data, int) else len(data),
+            count,
             seat=self._seat,
             place=self._place,
             static=is_in_step(self._place, self._replicas) if static is None else static,
@@ -221,7 +223,8 @@ class Worker(Calls):
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another kind."""
         step = self._replicas[0].steps if self._replicas else 0
-        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()})
+        is_center = {"center": True} if any(replica.is_center for replica in self._replicas) else {}
+        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()} | is_center)
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
