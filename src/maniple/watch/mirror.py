@@ -14,7 +14,7 @@ from maniple.errors import BadFrame, ManipleError
 from maniple.place import Place
 from maniple.record import Folder
 from maniple.record.folder import write_whole
-from maniple.wire.stream import Stream
+from maniple.wire.stream import Stalled, Stream
 from maniple.wire.watching import NAME, PIECE_BYTES, Files, Found, Piece, Read
 
 DEADLINE_S = 5.0
@@ -60,6 +60,8 @@ class Mirror:
             found, listed = self._listed(stream, deadline)
             is_whole = self._take_new(stream, listed, deadline)
             self.away, self.is_over = "", found.is_over and is_whole
+        except Stalled:
+            self._give_up(f"the host has not answered within {deadline_s:g} s")
         except OSError as error:
             self._give_up(str(error) or type(error).__name__)
         except ManipleError as error:
