@@ -165,6 +165,17 @@ def test_a_mirror_whose_host_is_gone_says_so(serving, tmp_path):
         Steering(Place(address="127.0.0.1:9", token=TOKEN)).stop()
 
 
+def test_watchers_hear_of_the_end(serving, tmp_path):
+    mirror = Mirror(place_of(serving), tmp_path / "mirror")
+    mirror.refresh()
+    serving.server.end()
+    while not mirror.is_over and not mirror.is_away:
+        mirror.refresh()
+    assert mirror.is_over and not mirror.is_away
+    mirror.refresh()
+    assert mirror.is_over and not mirror.is_away, "nobody is asked any more"
+
+
 def test_orders_are_followed_and_told(serving):
     steering = Steering(place_of(serving), who="ada")
     with pytest.raises(InvalidArgument, match="training has begun"):

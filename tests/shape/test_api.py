@@ -145,6 +145,7 @@ SETTINGS = [
             ],
         ),
         ("status", []),
+        ("change", ["--certificate", "--snapshot", "--token-file"]),
         ("stop", ["--timeout"]),
         ("record", ["--plot"]),
         ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),
@@ -174,7 +175,9 @@ SETTINGS = [
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit"]
+    assert sorted(cli.commands) == [
+        "change", "doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit",
+    ]  # fmt: skip
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"
