@@ -161,6 +161,8 @@ SETTINGS = [
                 "--mem",
                 "--model-size",
                 "--partition",
+                "--ray",
+                "--ray-address",
                 "--runs",
                 "--script",
                 "--slurm",
