@@ -12,8 +12,8 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
                                    validate or stop; settings that a person changes meanwhile; batches that others make;
                                    the workers as equals
     center                         the shared parameters
-    rules | pace | schedules | wire | adapters  what an exchange does, when it is due, learning rates, how processes
-                                   talk, models as flat arrays
+    rules | pace | schedules | wire | adapters | story  what an exchange does, when it is due, learning rates, how
+                                   processes talk, models as flat arrays, what became of a run
     record | layout | place | bell | spec  the run folder, places in the flat vector, who am I, waking those who wait,
                                    classes of users
     contracts                      what the parts must offer to each other

@@ -1,5 +1,6 @@
 """The command `maniple`."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,11 @@ from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, settings
+from maniple.cli.settings import model_settings, restarts, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
+from maniple.cli.watch import watch
 from maniple.errors import ManipleError
 from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
@@ -38,6 +40,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
+      maniple watch runs/last                         who works, who waits, whether it pays
       maniple change runs/last alpha=0.3              other settings for a run that goes on
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
@@ -58,14 +61,7 @@ def cli() -> None:
     default="",
     help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
-@click.option(
-    "--restarts",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="Start a dead worker again, up to K times each.",
-)
+@restarts("Start a dead worker again, up to K times each.")
 @click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",
@@ -170,6 +166,7 @@ cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)
 cli.add_command(stop)
+cli.add_command(watch)
 
 
 def main() -> None:
@@ -184,3 +181,11 @@ def told(act: Callable[[], Any]) -> None:
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}:
+            raise
+        where = error.filename or "a file"
+        click.echo(
+            f"maniple: {where} cannot be written: {error.strerror}. Make room, or choose another --runs.", err=True
+        )
+        sys.exit(3)

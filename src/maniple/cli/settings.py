@@ -119,10 +119,16 @@ def settings(command: Command) -> Command:
             click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
             click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
             click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+            click.option("--json", "is_json", is_flag=True, help="Print what happens as lines of JSON."),
         ]
     ):
         command = option(command)
     return command
+
+
+def restarts(what: str) -> Callable[[Command], Command]:
+    """The option --restarts; `what` it does differs with who starts the workers."""
+    return click.option("--restarts", type=int, default=0, show_default=True, metavar="K", help=what)
 
 
 def model_settings(command: Command) -> Command:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import click
 
+from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.slurm import look
 from maniple.launch.submission import Submission
-from maniple.launch.view import values
+from maniple.launch.table import plain_lines
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
 
@@ -30,9 +31,8 @@ def status(*, run: Path) -> None:
         click.echo(f"job   {line}")
     board = Board(Folder(run), 0)
     board.refresh()
-    for rank, standing in enumerate(board.standings):
-        words = "  ".join(f"{name} {value}" for name, value in values(standing).items())
-        click.echo(f"W{rank:<4} {words}")
+    for line in plain_lines(board.standings, board.totals):
+        click.echo(line)
 
 
 def _jobs(run: Path) -> list[str]:
@@ -40,7 +40,11 @@ def _jobs(run: Path) -> list[str]:
         return []
     lines: list[str] = []
     for kind, job in Submission.read(run).jobs.items():
-        tasks = look([job])
+        try:
+            tasks = look([job])
+        except InvalidArgument as error:  # no Slurm on this machine: the rest can be told
+            lines.append(f"{job} ({kind}): {error}")
+            continue
         states = Counter(task.state.lower() for task in tasks or [])
         words = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         reasons = sorted({task.reason for task in tasks or [] if task.state == "PENDING"} - {"None", ""})

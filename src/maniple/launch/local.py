@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import InvalidArgument, ManipleError, QueueRefused, WorkerFailed
+from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.beginning import begin, begin_in, place_of
@@ -73,9 +73,9 @@ class _Run:
         reach = reach_of(job, self._gate)
         self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers, is_queued=queue is not None)
+        self._board = Board(host.folder, job.workers)
         self._comes_back = queue is not None and queue.comes_back
-        self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
+        self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
@@ -101,7 +101,7 @@ class _Run:
             finally:
                 self._from_now_on(self._hurry)
                 self._end_all()
-                self._show()
+                self._show(is_last=True)
                 exit_code = self._close(exit_code)
         return exit_code
 
@@ -199,7 +199,6 @@ class _Run:
 
     def _mind_death(self, process: Process) -> None:
         exit_code = process.collect()
-        self._board.mark(process.rank, "done" if exit_code == 0 else "dead")
         if exit_code == 0:
             return
         if (producer := self._producers.failing()) is not None:
@@ -222,7 +221,6 @@ class _Run:
 
     def _go_on_without(self, process: Process) -> None:
         node = process.give_up()
-        self._board.mark(process.rank, "lost")
         self._say(f"worker {process.rank}: {node or 'its machine'} cannot be reached, so the others go on alone")
 
     def _end_all(self) -> None:
@@ -239,19 +237,18 @@ class _Run:
                     if time.monotonic() > deadline or self._is_hurried:
                         process.signal(signal.SIGKILL)
                 process.collect()
-                self._board.mark(process.rank, "ended")
         self._producers.end(lambda: self._is_hurried)
 
     def _end_queue(self) -> None:
         if self._queue is None or self._is_paused:
             return
         deadline = time.monotonic() + _QUEUE_GRACE_S
-        try:
-            while not self._queue.end() and not self._is_hurried and time.monotonic() < deadline:
-                time.sleep(_TICK_S)
-                self._show()
-        except ManipleError as error:
-            self._tell(self._view.error, f"the workers' jobs could not be cancelled: {error}")
+        while not (is_over := self._queue.end()) and not self._is_hurried and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            self._show()
+        if not is_over:
+            again = f"`maniple stop {short(self._host.folder.path)}` cancels them"
+            self._tell(self._view.error, f"the workers' jobs may still be in the queue: {again}")
 
     def _close(self, exit_code: int) -> int:
         self._server.shut(_GRACE_S, is_over=not self._is_paused)
@@ -271,8 +268,8 @@ class _Run:
             self._say(f"center saved: {short(path)}")
         return exit_code
 
-    def _show(self) -> None:
-        self._tell(self._view.show, self._board, self._board.refresh())
+    def _show(self, *, is_last: bool = False) -> None:
+        self._tell(self._view.show, self._board, self._board.refresh(), is_last=is_last)
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):
             self._say(line)
@@ -280,10 +277,10 @@ class _Run:
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)
 
-    def _tell(self, act: Callable[..., None], *args: Any) -> None:
+    def _tell(self, act: Callable[..., None], *args: Any, **how: Any) -> None:
         """Show something; when the terminal or pipe is gone, train on without it."""
         try:
-            act(*args)
+            act(*args, **how)
         except OSError:
             self._view = View()
 

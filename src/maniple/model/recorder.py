@@ -12,17 +12,11 @@ from typing import Any
 
 from maniple.decisions import combined
 from maniple.errors import InvalidArgument
-from maniple.feed.waits import lost_s
 from maniple.record.times import PARTS, shares
 from maniple.worker import Replica, Worker
+from maniple.worker.progress import totals
 
 Split = dict[str, float]
-
-
-def totals(replica: Replica) -> Split:
-    """What is counted by itself, in seconds since the start."""
-    waited_s = float(getattr(replica, "waited_s", 0.0))  # of a rule by which workers meet
-    return {"exchange": replica.spent_s - waited_s, "data": lost_s(), "others": waited_s}
 
 
 class Window:

@@ -41,7 +41,8 @@ class Events:
         now = time.time()
         if (minute := int(now // 60)) != self._minute:
             self._minute, self._datestamp = minute, time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-        row = values | {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields
+        head = {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields
+        row = head | values | head  # the event first: a reader can pass over kinds of rows that it does not need
         if self._dropped:
             row["dropped"] = self._dropped
         line = self._encode(row) + b"\n"
@@ -87,16 +88,23 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """The lines completed since the last call."""
-        if self._file is None:
-            try:
+        """The lines completed since the last call; none if the file is not there, or cannot be read now."""
+        return [line for piece in self.pieces() for line in piece]
+
+    def pieces(self) -> Iterator[list[bytes]]:
+        """The same, a megabyte at a time: files of a long run are larger than what a reader wants to hold."""
+        while piece := self._piece():
+            *complete, self._rest = (self._rest + piece).split(b"\n")
+            if complete:
+                yield complete
+
+    def _piece(self) -> bytes:
+        try:
+            if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return []
-        while piece := os.read(self._file, 1 << 20):
-            self._rest += piece
-        *complete, self._rest = self._rest.split(b"\n")
-        return complete
+            return os.read(self._file, 1 << 20)
+        except OSError:  # a file system that does not answer must not end who looks at it
+            return b""
 
     def close(self) -> list[bytes]:
         """The remaining lines, the last one also if nothing ended it."""

@@ -18,11 +18,11 @@ from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.owner import Owner
+from maniple.worker.progress import Progress
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
 _HURRIED_S = 20.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
-_PROGRESS_S = 0.5  # how often a row tells how far this worker is
 
 
 class Replica:
@@ -30,6 +30,7 @@ class Replica:
 
     Attributes:
         pace: when an exchange is due.
+        is_center: the model shows the shared parameters, inside of `with replica.center():`.
         rounds, waited_s: the rounds in which all workers met, and the time spent waiting for them.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps, total_samples: the steps made and the samples seen so far.
@@ -54,8 +55,9 @@ class Replica:
         self._since_exchange = 0
         self._refusals = Refusals()
         self._spent_s = 0.0
-        self._is_center = self._is_away = False
-        self._start = self._told = self._stepped = time.perf_counter()
+        self.is_center = self._is_away = False
+        self._progress = Progress(events)
+        self._start = self._stepped = self._progress.start
         self._unhook = model.on_step(self.step)
 
     @property
@@ -108,6 +110,7 @@ class Replica:
             return
         self._is_away = False
         self._spent_s += cost_s
+        self._progress.exchanged(outcome)
         self.pace.exchanged(cost_s, outcome.size_bytes)
         self._since_exchange = 0
         self._worker.settled(self)
@@ -156,7 +159,7 @@ class Replica:
         center.release()
         own = self._layout.views(self._layout.allocate())
         self._copy(into=own)
-        self._is_center = True
+        self.is_center = True
         try:
             with self._insisting():
                 self._timed("look", functools.partial(center.pull, is_look=True), self._model, look)
@@ -165,13 +168,13 @@ class Replica:
         finally:
             self.is_exchanging = True  # a SIGTERM waits until the replica is whole again
             self._copy(out_of=own)
-            self.is_exchanging = self._is_center = False
+            self.is_exchanging = self.is_center = False
         self._worker.end_if_told()
 
     @property
     def sync_share(self) -> float:
         """The share of wall time spent in exchanges so far."""
-        return self._share(time.perf_counter())
+        return self._spent_s / max(1e-9, time.perf_counter() - self._start)
 
     @property
     def spent_s(self) -> float:
@@ -183,14 +186,16 @@ class Replica:
         self._unhook()
         if self._center is None:
             return
-        if exchange and self._since_exchange and not self._is_center:
+        if exchange and self._since_exchange and not self.is_center:
             self.exchange()
             deadline = time.monotonic() + (_HURRIED_S if self._worker.is_hurried else math.inf)
             while self._is_away and not self._worker.is_over and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self.exchange()
             self._stepped = time.perf_counter()
-        self._tell(max(self._stepped, self._told))  # what came after the last step is no training
+        self._progress.tell(
+            self, max(self._stepped, self._progress.told)
+        )  # what came after the last step is no training
         self._center.close()
         self._center = None
 
@@ -213,9 +218,8 @@ class Replica:
         self._worker.stepped(self)
 
     def _end_step(self) -> None:
-        self._stepped = now = time.perf_counter()
-        if now - self._told >= _PROGRESS_S:
-            self._tell(now)
+        self._stepped = time.perf_counter()
+        self._progress.stepped(self, self._stepped)
 
     @contextmanager
     def _insisting(self) -> Generator[None]:
@@ -267,7 +271,7 @@ class Replica:
         return outcome, cost_s
 
     def _refuse_inside_center(self, what: str) -> None:
-        if self._is_center:
+        if self.is_center:
             raise InvalidArgument(
                 f"{what} inside `with replica.center():`, where the model holds the shared parameters and changes are "
                 "thrown away at the end. Train outside that block; it is for looking."
@@ -285,16 +289,3 @@ class Replica:
             if out_of is not None:
                 self._model.array(i)[:] = out_of[i]
             self._model.commit(i)
-
-    def _tell(self, now: float) -> None:
-        self._told = now
-        self._events.write(
-            "progress",
-            step=self.steps,
-            samples=self.total_samples,
-            elapsed=now - self._start,
-            sync_share=self._share(now),
-        )
-
-    def _share(self, now: float) -> float:
-        return self._spent_s / max(1e-9, now - self._start)

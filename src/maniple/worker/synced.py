@@ -102,6 +102,7 @@ class Synced(Replica):
             self._gradients.deliver(gradients)
         finally:
             self.is_exchanging = False
+        self._note_round()
         self._spent_s += time.perf_counter() - begin
         self._is_reduced = True
         self._worker.end_if_told()
@@ -161,6 +162,7 @@ class Synced(Replica):
             self._accept()
         finally:
             self.is_exchanging = False
+        self._note_round()
         cost_s = time.perf_counter() - begin
         self._spent_s += cost_s
         self.pace.exchanged(cost_s, self._layout.size_bytes)
@@ -197,7 +199,7 @@ class Synced(Replica):
             return
         for undo in self._undos:
             undo()
-        if exchange and not self._is_center:
+        if exchange and not self.is_center:
             if self._gradients is None and self._since_exchange:
                 self.exchange()
             is_newest = self._rounds.is_current if self._rounds.is_elastic else self._shadow()
@@ -215,6 +217,9 @@ class Synced(Replica):
         gradients = self._model.gradients(buffers=self._rule.norm == "averaged")
         device = self._model.device if isinstance(circle, Background) else "cpu"  # which also reduces on GPUs
         return gradients, circle.reside(gradients.sizes, wire=wire, device=device)
+
+    def _note_round(self) -> None:
+        self._progress.met(len(self._rounds.last.ranks), self._layout.size_bytes)
 
     def _before_step(self) -> None:
         self._refuse_inside_center("a training step was made")

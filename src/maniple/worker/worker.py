@@ -24,7 +24,7 @@ from maniple.worker.asked import check_center, check_return, is_in_step, settle
 from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
-from maniple.worker.logged import plain
+from maniple.worker.logged import logged
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
@@ -64,8 +64,8 @@ class Worker(Calls):
         self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
         place = place if self._seat is None else self._seat.place
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world, self.node = place.local_rank, place.local_world, place.node
+        self.rank, self.world, self.node = place.rank, place.world, place.node
+        self.local_rank, self.local_world = place.local_rank, place.local_world
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
@@ -187,8 +187,10 @@ class Worker(Calls):
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
             validation: they are looked at and not trained on.
         """
+        count = data if isinstance(data, int) else len(data)
+        self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
-            data if isinstance(data, int) else len(data),
+            count,
             seat=self._seat,
             place=self._place,
             static=is_in_step(self._place, self._replicas) if static is None else static,
@@ -222,8 +224,7 @@ class Worker(Calls):
 
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another kind."""
-        step = self._replicas[0].steps if self._replicas else 0
-        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()})
+        self._events.write(event, **logged(values, self._replicas))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
@@ -287,9 +288,8 @@ class Worker(Calls):
 
     def _count(self) -> tuple[int, int, bool]:
         """The steps and samples of this worker so far, and whether its samples have come to their end."""
-        replica = self._replicas[0] if self._replicas else None
-        steps, samples = (0, self.samples_taken()) if replica is None else (replica.steps, replica.total_samples)
-        return steps, samples, self._samples.are_finished
+        counts = [(one.steps, one.total_samples) for one in self._replicas[:1]] or [(0, self.samples_taken())]
+        return *counts[0], self._samples.are_finished
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True

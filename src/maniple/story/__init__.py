@@ -1,0 +1,13 @@
+"""The story: what became of a run, understood from the rows in its folder, while it goes on or afterwards.
+
+`Story` follows all rows with bounded memory. `standing` tells where each worker stands, `totals` what they achieve
+together; `curves`, `lanes` and `clock` are for those who draw it.
+"""
+
+from maniple.story.curves import CENTER, Curves
+from maniple.story.series import Series
+from maniple.story.standing import Standing
+from maniple.story.story import Story
+from maniple.story.totals import Totals
+
+__all__ = ["CENTER", "Curves", "Series", "Standing", "Story", "Totals"]

@@ -1,0 +1,77 @@
+"""Rows by the thousand: those of one kind are decoded together, and become columns."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from maniple.record import Row
+
+T = TypeVar("T")
+
+
+class ProgressRow(msgspec.Struct):
+    """A row `progress` of a worker, as `worker.progress` writes it."""
+
+    timestamp: float
+    step: int
+    samples: int
+    elapsed: float
+    sync_share: float = 0.0
+    exchange: float = 0.0
+    data: float = 0.0
+    others: float = 0.0
+    exchanges: int = 0
+    rounds: int = 0
+    bytes: int = 0
+    cpu: float = 0.0
+    memory: int = 0
+    staleness: float = -1.0  # nothing was exchanged
+    ages: list[int] = []
+    together: dict[str, int] = {}
+
+
+_PROGRESS, _LOG = b'{"event":"progress"', b'{"event":"log"'
+# Single acts, and what `maniple record` reads: they are added up in rows `progress`.
+_KINDS = ("exchange", "look", "pull", "push", "keep", "wait", "times")
+_PASSED = tuple(f'{{"event":"{kind}"'.encode() for kind in _KINDS)
+
+
+def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Row]:
+    """The rows of one worker: many `progress` or many `log`, or one of another kind, before and after which the
+    others stay as they were."""
+    progress: list[bytes] = []
+    log: list[bytes] = []
+    for line in [*lines, b""]:
+        if line.startswith(_PROGRESS):
+            progress.append(line)
+        elif line.startswith(_LOG):
+            log.append(line)
+        elif not line.startswith(_PASSED):
+            if found := _decoded(_PROGRESS_ROWS, progress):
+                yield found
+            if found := _decoded(_ROWS, log):
+                yield found
+            progress, log = [], []
+            yield from _decoded(_ROWS, [line])
+
+
+def column(rows: list[ProgressRow], name: str) -> np.ndarray:
+    """One number of each row."""
+    return np.array([getattr(row, name) for row in rows], np.float64)
+
+
+def _decoded(decoder: "msgspec.json.Decoder[list[T]]", lines: list[bytes]) -> list[T]:
+    """The rows in `lines`; those cut by a full disk or a crash, or that somebody has made up, are passed over."""
+    try:
+        return decoder.decode(b"[" + b",".join(lines) + b"]")
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        if len(lines) <= 1:
+            return []
+        middle = len(lines) // 2
+        return _decoded(decoder, lines[:middle]) + _decoded(decoder, lines[middle:])
+
+
+_PROGRESS_ROWS = msgspec.json.Decoder(list[ProgressRow])
+_ROWS = msgspec.json.Decoder(list[dict[str, Any]])

@@ -1,0 +1,135 @@
+"""Where one worker stands."""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maniple.record import Row
+from maniple.record.times import PARTS
+from maniple.story.rows import ProgressRow, column
+
+_GONE = {"done", "ended", "failed", "dead", "lost"}
+_MOST_STATES = 1000
+
+
+@dataclass
+class Counts:
+    """What a worker has done, in one life or in all of them."""
+
+    step: int = 0
+    samples: int = 0
+    exchanges: int = 0
+    rounds: int = 0
+    bytes: int = 0
+    elapsed_s: float = 0.0
+    split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # seconds
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Both together."""
+        return Counts(
+            self.step + other.step,
+            self.samples + other.samples,
+            self.exchanges + other.exchanges,
+            max(self.rounds, other.rounds),  # a worker that comes back takes the circle's count over
+            self.bytes + other.bytes,
+            self.elapsed_s + other.elapsed_s,
+            {part: self.split[part] + other.split[part] for part in PARTS},
+        )
+
+
+@dataclass
+class Travel:
+    """What a worker did between its rows `progress`, in columns: one for each row."""
+
+    when: np.ndarray
+    seconds: np.ndarray
+    split: np.ndarray  # a row for each of PARTS
+    samples: np.ndarray  # of all its lives, so far
+    measures: dict[str, np.ndarray]
+
+
+@dataclass
+class Standing:
+    """Where one worker stands: its state, what it has done in this life (`now`) and in those before.
+
+    Rates, `staleness` and `cores` are of the newest stretch between two rows `progress`.
+    """
+
+    state: str = "starting"
+    now: Counts = field(default_factory=Counts)
+    before: Counts = field(default_factory=Counts)
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    staleness: float | None = None
+    sync_share: float = 0.0
+    loss: float | None = None
+    cores: float = 0.0
+    memory_bytes: int = 0
+    node: str = ""
+    lives: int = 0
+    states: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # since when
+    _last: ProgressRow | None = None
+
+    @property
+    def total(self) -> Counts:
+        """What it has done in all its lives."""
+        return self.now.plus(self.before)
+
+    @property
+    def is_gone(self) -> bool:
+        """It does not train any more."""
+        return self.state in _GONE
+
+    @property
+    def mean_rates(self) -> tuple[float, float]:
+        """Its samples and steps per second, over all of its time."""
+        total = self.total
+        return total.samples / max(1e-9, total.elapsed_s), total.step / max(1e-9, total.elapsed_s)
+
+    def turn(self, state: str, when: float) -> None:
+        """Its state was this from that moment on. It may be told of out of order: the latest counts."""
+        insort(self.states, (when, state))
+        del self.states[:-_MOST_STATES]
+        self.state = self.states[-1][1]
+        if self.is_gone:
+            self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = 0.0
+
+    def join(self, row: Row) -> None:
+        """It has joined, for the first time or again: its own counts begin at zero."""
+        self.before, self.now, self._last = self.total, Counts(), None
+        self.lives += 1
+        self.node = str(row.get("node", ""))
+        if self.state in {"starting", "queued"}:
+            self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))
+
+    def progress(self, rows: list[ProgressRow]) -> Travel:
+        """It tells how far it is, some times; gives what it did in between."""
+        newest, before = rows[-1], self._last or ProgressRow(0.0, 0, 0, 0.0, cpu=rows[0].cpu)
+        all_ = [before, *rows]
+        seconds = np.diff(column(all_, "elapsed"))
+        waits = np.array([np.diff(column(all_, part)) for part in PARTS[1:]])
+        split = np.maximum(0.0, np.vstack([seconds - waits.sum(axis=0), waits]))
+        rates = {
+            name: np.diff(column(all_, of)) / np.maximum(seconds, 1e-9)
+            for name, of in (("samples_per_s", "samples"), ("bytes_per_s", "bytes"), ("cores", "cpu"))
+        }
+        waited = {part: float(getattr(newest, part)) for part in PARTS[1:]}
+        whole = {PARTS[0]: max(0.0, newest.elapsed - sum(waited.values())), **waited}
+        made = (newest.step, newest.samples, newest.exchanges, newest.rounds, newest.bytes)
+        self.now, self._last = Counts(*made, newest.elapsed, whole), newest
+        self.sync_share, self.memory_bytes = newest.sync_share, newest.memory
+        self.staleness = next((row.staleness for row in reversed(rows) if row.staleness >= 0), self.staleness)
+        if not self.is_gone and seconds[-1] > 0:
+            self.steps_per_s = (newest.step - all_[-2].step) / float(seconds[-1])
+            for name, rate in rates.items():
+                setattr(self, name, float(rate[-1]))
+        return Travel(
+            column(rows, "timestamp"),
+            seconds,
+            split,
+            column(rows, "samples") + self.before.samples,
+            {"sync_share": column(rows, "sync_share"), "staleness": column(rows, "staleness"), **rates}
+            | {"memory_bytes": column(rows, "memory")},
+        )

@@ -1,0 +1,209 @@
+"""The story of a run, told by the rows in its folder."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import cast
+
+import numpy as np
+
+from maniple.record import Folder, Row, Tail
+from maniple.record.events import parse_events
+from maniple.story.curves import CENTER, Curves
+from maniple.story.lanes import Lane
+from maniple.story.rows import ProgressRow, sort_rows
+from maniple.story.series import Series
+from maniple.story.standing import Standing
+from maniple.story.totals import Totals, add_up
+
+# What host and server say of a worker, and the state that it is in then.
+_STATES = {
+    "started": "starting",
+    "joined": "training",
+    "restarted": "training",
+    "returned": "training",
+    "given up": "lost",
+    "lost": "lost",
+    "left": "done",
+}
+_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave"}
+_TOLD = {143, -15, 130, -2}  # the exit codes of those who were told to end
+_MOST_EVENTS = 2000
+
+
+class Story:
+    """All that is known of a run. `refresh` reads what is new; only then it changes.
+
+    Attributes:
+        standings: where each worker stands, by rank.
+        logged, measured: curves of what was logged, and of what was measured, against time since 1970.
+        lanes, seen: by rank, what the time went for, and the samples so far against time.
+        live: the workers alive, against time.
+        ages, together: how often parameters were so old (see `Progress`), and how many rounds were made by so many.
+        happened: the newest events in the life of the run, with their rows.
+        since: when the first worker began, or 0; `until`: the newest row's time.
+        epoch_size: the samples of one epoch, or 0.
+        stop: when and why the controller let everybody stop.
+        exit_code: what the first failed worker's own error asks for.
+        host_exit_code: with what the run has ended; None while it goes on.
+    """
+
+    def __init__(self, folder: Folder, *, workers: int = 0, limit: int = 0) -> None:
+        self.folder = folder
+        self._first = "queued" if folder.is_submitted else "starting"  # the state of a worker that has not begun
+        self.standings: dict[int, Standing] = {rank: Standing(self._first) for rank in range(workers)}
+        limit = limit or max(150, min(500, 8000 // max(1, len(folder.ranks()))))
+        self.logged, self.measured = Curves(limit), Curves(limit)
+        self.lanes: dict[int, Lane] = {}
+        self.seen: dict[int, Series] = {}
+        self.live = Series(limit)
+        self.ages: Counter[int] = Counter()
+        self.together: Counter[int] = Counter()
+        self.happened: deque[Row] = deque(maxlen=_MOST_EVENTS)
+        self.events = 0  # all that have happened, also those that are forgotten
+        self.since = self.until = 0.0
+        self.epoch_size = 0
+        self.stop: tuple[float, str] = (0.0, "")
+        self.exit_code: int | None = None
+        self.host_exit_code: int | None = None
+        self._limit = limit
+        self._ended = 0.0  # when the host did
+        self._version = 0  # of a snapshot with which the run began
+        self._told: set[int] = set()  # the workers that the host knows
+        self._tails: dict[str, Tail] = {}
+
+    def refresh(self, within_s: float | None = None) -> bool:
+        """Read what is new. With `within_s`, for about so long; False if there is more."""
+        deadline = None if within_s is None else time.monotonic() + within_s
+        for name in self._names():
+            tail = self._tails.setdefault(name, Tail(self.folder.path / "events" / name))
+            for lines in tail.pieces():
+                self._read(name, lines)
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+        if self.host_exit_code is not None:  # else the host comes back, and its workers train on
+            for standing in self.standings.values():
+                if not standing.is_gone:
+                    standing.turn("ended", self._ended)
+        return True
+
+    def totals(self) -> Totals:
+        """The run in a few numbers, at the time of its newest row."""
+        elapsed_s = self.until - self.since if self.since else 0.0
+        return add_up(self.standings.values(), elapsed_s=elapsed_s, version=self._version)
+
+    def worker(self, rank: int) -> Standing:
+        """Where worker `rank` stands; new, if nothing is known of it."""
+        if rank not in self.standings:
+            self.standings[rank] = Standing(self._first)
+        return self.standings[rank]
+
+    def _names(self) -> Iterable[str]:
+        """The files of rows, those of host and server first: what they say of workers counts most."""
+        names = sorted(path.name for path in (self.folder.path / "events").glob("*.jsonl"))
+        return sorted(names, key=lambda name: name.startswith("worker-"))
+
+    def _read(self, name: str, lines: list[bytes]) -> None:
+        rank = name.removeprefix("worker-").removesuffix(".jsonl")
+        if rank.isdigit():
+            for rows in sort_rows(lines):
+                with suppress(KeyError, TypeError, ValueError):  # rows that somebody else has made up
+                    self._note_worker(int(rank), rows)
+            return
+        for row in parse_events(lines):
+            with suppress(KeyError, TypeError, ValueError):
+                self._note_host(row)
+
+    def _note_host(self, row: Row) -> None:
+        kind, when = row["event"], float(row["timestamp"])
+        self.until = max(self.until, when)
+        if kind == "start":
+            self._begin(row, when)
+        elif kind == "end":
+            self.host_exit_code, self._ended = row.get("exit_code"), when
+        elif kind == "stop":
+            self.stop = (when, str(row.get("reason")))
+        elif kind == "restored":
+            self._version = int(row.get("updates", 0))
+        elif "worker" in row:
+            self._note_member(kind, row, when)
+        if "live" in row:
+            self.live.add([when], [row["live"]])
+        self._happen(row)
+
+    def _note_member(self, kind: str, row: Row, when: float) -> None:
+        """A worker has come or gone."""
+        state = _ended(row) if kind == "exit" else _STATES.get(kind)
+        if state is not None:
+            self._told.add(int(row["worker"]))
+            self.worker(int(row["worker"])).turn(state, when)
+
+    def _begin(self, row: Row, when: float) -> None:
+        """The host has begun, or begun again: nothing that was said of its workers before counts any more."""
+        self.host_exit_code = None
+        for rank in range(int(row.get("workers") or 0)):
+            self.worker(rank).turn(self._first, when)
+
+    def _note_worker(self, rank: int, rows: list[ProgressRow] | list[Row] | Row) -> None:
+        standing = self.worker(rank)
+        if isinstance(rows, dict):
+            self._note_one(rank, standing, rows)
+        elif isinstance(rows[0], ProgressRow):
+            self._note_progress(rank, standing, cast(list[ProgressRow], rows))
+        else:
+            self._note_logged(rank, standing, cast(list[Row], rows))
+
+    def _note_one(self, rank: int, standing: Standing, row: Row) -> None:
+        kind, when = row["event"], float(row["timestamp"])
+        self.until = max(self.until, when)
+        if kind == "join":
+            self.since = min(self.since or when, when)
+            standing.join(row)
+        elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
+            standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind == "validated":
+            self.logged.note(CENTER, [row])
+        elif kind == "sampler" and not row.get("validation"):
+            self.epoch_size = self.epoch_size or int(row["size"])
+        elif kind == "failed":
+            self.exit_code = self.exit_code or row["exit_code"]
+        if kind not in _ORDINARY:
+            self._happen({"worker": rank} | row)
+
+    def _note_logged(self, rank: int, standing: Standing, rows: list[Row]) -> None:
+        self.logged.note(rank, rows)
+        self.until = max(self.until, rows[-1]["timestamp"])
+        losses = (row["loss"] for row in reversed(rows) if "loss" in row and "center" not in row)
+        if (loss := next(losses, None)) is not None:
+            standing.loss = float(loss)
+
+    def _note_progress(self, rank: int, standing: Standing, rows: list[ProgressRow]) -> None:
+        travel = standing.progress(rows)
+        self.until = max(self.until, rows[-1].timestamp)
+        lane = self.lanes.setdefault(rank, Lane(self._limit))
+        lane.add(np.column_stack([travel.when - travel.seconds, travel.when, travel.split.T]))
+        self.seen.setdefault(rank, Series(self._limit)).add(travel.when, travel.samples)
+        for name, values in travel.measures.items():
+            known = values >= 0
+            if known.any():
+                self.measured.add(name, rank, travel.when[known], values[known])
+        for row in rows:
+            for k, count in enumerate(row.ages):
+                self.ages[k] += count
+            for workers, count in row.together.items():
+                self.together[int(workers)] += count
+
+    def _happen(self, row: Row) -> None:
+        self.events += 1
+        self.happened.append(row)
+
+
+def _ended(row: Row) -> str:
+    """The state of a worker whose process has ended."""
+    exit_code = row.get("exit_code")
+    if exit_code == 0:
+        return "done"
+    if row.get("died"):
+        return "dead"
+    return "ended" if exit_code in _TOLD else "failed"

@@ -1,0 +1,63 @@
+"""What the workers of a run achieve together."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from maniple.record.times import PARTS
+from maniple.story.standing import Standing
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A run in a few numbers.
+
+    Attributes:
+        samples_per_s, steps_per_s: of all workers that are there, now; when none is there any more, of each worker's
+            whole time.
+        speedup: how many times as fast this is as one worker that computes as these do and waits for nobody:
+            samples per second of all / samples per second of compute of one. Several workers on few cores hinder each
+            other, which this cannot see: `maniple compare` with a run of one worker tells the rest.
+        goodput: the part of all workers' time since the first began, also of those who are dead or away, that was
+            spent for training itself.
+        version: how many exchanges or rounds have changed the center.
+    """
+
+    workers: int = 0
+    live: int = 0
+    steps: int = 0
+    samples: int = 0
+    elapsed_s: float = 0.0
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    speedup: float = 0.0
+    goodput: float = 0.0
+    sync_share: float = 0.0
+    bytes: int = 0
+    version: int = 0
+
+
+def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -> Totals:
+    """The totals of a run that began `elapsed_s` ago and whose center had `version` when it began."""
+    totals = [one.total for one in standings]
+    split = {part: sum(total.split[part] for total in totals) for part in PARTS}
+    steps, samples = sum(total.step for total in totals), sum(total.samples for total in totals)
+    spent = sum(split.values())
+    live = [one for one in standings if not one.is_gone]
+    rates = [(one.samples_per_s, one.steps_per_s) for one in live] or [one.mean_rates for one in standings]
+    samples_per_s, steps_per_s = (sum(rate) for rate in zip(*rates, strict=True)) if rates else (0.0, 0.0)
+    rate = samples_per_s if samples else steps_per_s  # where samples are not counted, steps are
+    alone = (samples or steps) / split["compute"] if split["compute"] else 0.0
+    return Totals(
+        workers=len(standings),
+        live=sum(one.state == "training" for one in standings),
+        steps=steps,
+        samples=samples,
+        elapsed_s=elapsed_s,
+        samples_per_s=samples_per_s,
+        steps_per_s=steps_per_s,
+        speedup=rate / alone if alone else 0.0,
+        goodput=min(1.0, split["compute"] / (elapsed_s * len(standings))) if elapsed_s and standings else 0.0,
+        sync_share=(split["exchange"] + split["others"]) / spent if spent else 0.0,
+        bytes=sum(total.bytes for total in totals),
+        version=version + sum(t.exchanges for t in totals) + max((t.rounds for t in totals), default=0),
+    )

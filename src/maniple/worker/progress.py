@@ -1,0 +1,109 @@
+"""Rows `progress`: how far a worker is, where its time went and what its exchanges did, about twice a second."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from maniple.contracts import Outcome
+from maniple.feed.waits import lost_s
+from maniple.record import Events
+
+_EVERY_S = 0.5
+_AGES = 16  # the last of them is for all that is older
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Traveller(Protocol):
+    """What is told of a replica."""
+
+    steps: int
+    total_samples: int
+
+    @property
+    def spent_s(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...
+
+
+def totals(replica: Traveller) -> dict[str, float]:
+    """The seconds that are counted by themselves, since the start; the rest of the time is compute."""
+    return {"exchange": replica.spent_s - replica.waited_s, "data": lost_s(), "others": replica.waited_s}
+
+
+class Progress:
+    """Adds up what the exchanges of one replica do, and tells it from time to time.
+
+    Of a row, `exchanges`, `rounds`, `bytes` and the seconds of each part are counted from the worker's start on;
+    `staleness`, `ages` and `together` are those of the exchanges since the row before.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self.start = self.told = time.perf_counter()
+        self._events = events
+        self._exchanges = self._rounds = self._bytes = 0
+        self._forget()
+
+    def exchanged(self, outcome: Outcome) -> None:
+        """An exchange with the center was made."""
+        self._exchanges += 1
+        self._bytes += outcome.size_bytes
+        self._stale += outcome.staleness
+        self._ages[min(_AGES - 1, int(outcome.staleness).bit_length())] += 1
+
+    def met(self, workers: int, size_bytes: int) -> None:
+        """A round of the circle was made, with the values of so many workers in it."""
+        self._rounds += 1
+        self._bytes += size_bytes
+        self._together[workers] = self._together.get(workers, 0) + 1
+
+    def stepped(self, replica: Traveller, now: float) -> None:
+        """A step was made: tell of it, if it is time."""
+        if now - self.told >= _EVERY_S:
+            self.tell(replica, now)
+
+    def tell(self, replica: Traveller, now: float) -> None:
+        """Write the row."""
+        self.told = now
+        elapsed = now - self.start
+        row: dict[str, Any] = {"exchanges": self._exchanges, "rounds": self._rounds, "bytes": self._bytes}
+        if made := sum(self._ages):
+            row |= {"staleness": self._stale / made, "ages": _trimmed(self._ages)}
+        if self._together:
+            row["together"] = self._together
+        self._forget()
+        self._events.write(
+            "progress",
+            step=replica.steps,
+            samples=replica.total_samples,
+            elapsed=elapsed,
+            sync_share=replica.spent_s / max(1e-9, elapsed),
+            **totals(replica),
+            **row,
+            **_hardware(),
+        )
+
+    def _forget(self) -> None:
+        self._stale = 0.0
+        self._ages = [0] * _AGES  # ages[k]: how many were at least 2^(k-1) and below 2^k exchanges old; ages[0]: 0
+        self._together: dict[int, int] = {}  # how many rounds were made by how many workers
+
+
+def _trimmed(counts: list[int]) -> list[int]:
+    last = max(i for i, count in enumerate(counts) if count)
+    return counts[: last + 1]
+
+
+def _hardware() -> dict[str, Any]:
+    """What this process uses: seconds of processors, bytes of memory and of its GPU."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    row: dict[str, Any] = {"cpu": used.ru_utime + used.ru_stime}
+    try:
+        row["memory"] = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        row["memory"] = used.ru_maxrss * 1024
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        row["gpu_memory"] = cuda.memory_allocated()
+    return row

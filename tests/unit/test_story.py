@@ -1,0 +1,296 @@
+"""The story of a run: standings, totals and curves that a person can trust, from rows alone."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maniple.record import Folder
+from maniple.story import CENTER, Series, Story
+from maniple.story.clock import samples_at
+from maniple.story.lanes import Lane
+
+T0 = 1_700_000_000.0
+
+
+class Written:
+    """A run folder whose rows a test writes itself, `at` seconds after the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = Folder(path)
+        (path / "events").mkdir(parents=True)
+
+    def row(self, who: int | str, event: str, at: float, **values) -> None:
+        with self.folder.events(who).open("a") as file:
+            file.write(json.dumps({"event": event, "timestamp": T0 + at, **values}, separators=(",", ":")) + "\n")
+
+    def progress(self, who: int, at: float, **values) -> None:
+        usual = {"step": 0, "samples": 0, "elapsed": at, "sync_share": 0.0, "exchange": 0.0, "data": 0.0, "others": 0.0}
+        self.row(who, "progress", at, **usual | values)
+
+    def story(self) -> Story:
+        story = Story(self.folder)
+        assert story.refresh()
+        return story
+
+
+@pytest.fixture
+def written(tmp_path) -> Written:
+    return Written(tmp_path / "run")
+
+
+# Series: bounded, with all peaks
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(2, 50))
+def test_a_series_stays_small_and_keeps_its_extremes_and_its_ends(values, limit):
+    series = Series(limit)
+    for x, y in enumerate(values):
+        series.add([float(x)], [y])
+    xs, ys = series.points()
+    assert len(xs) <= 4 * limit
+    assert xs == sorted(xs)
+    assert (min(ys), max(ys)) == (min(values), max(values))
+    assert (xs[0], ys[0], xs[-1], ys[-1]) == (0.0, values[0], len(values) - 1.0, values[-1])
+    assert set(zip(xs, ys, strict=True)) <= {(float(x), y) for x, y in enumerate(values)}
+
+
+def test_a_long_series_is_as_fine_at_its_beginning_as_at_its_end():
+    series = Series(100)
+    for x in range(100_000):
+        series.add([float(x)], [math.sin(x)])
+    steps = np.diff(series.points()[0])
+    assert len(series) <= 400
+    assert steps.max() < 5 * 100_000 / 100  # no stretch was thinned out again and again
+
+
+def test_points_are_only_added_while_the_epoch_stays():
+    series, known, epoch = Series(20), ([], []), 0
+    for x in range(1000):
+        series.add([float(x)], [x * 0.5])
+        if series.epoch != epoch:
+            known, epoch = series.points(), series.epoch
+        else:
+            xs, ys = series.points(len(known[0]))
+            known = (known[0] + xs, known[1] + ys)
+        assert known == series.points()
+
+
+def test_equal_moments_are_kept_as_one_stretch():
+    series = Series(5)
+    for y in range(100):
+        series.add([7.0], [float(y)])
+    assert set(series.points()[1]) >= {0.0, 99.0} and len(series) <= 20
+
+
+# Lanes
+
+
+def test_a_lane_stays_short_and_no_second_is_lost():
+    lane = Lane(limit=10)
+    for i in range(1, 1001):
+        lane.add(np.array([[i - 1.0, i, 0.5, 0.25, 0.125, 0.125]]))
+    stretches = lane.stretches
+    assert len(lane) <= 20
+    assert (stretches[0][0], stretches[-1][1]) == (0.0, 1000.0)
+    assert np.sum(stretches, axis=0)[2:].tolist() == [500.0, 250.0, 125.0, 125.0]
+
+
+# Standings
+
+
+def test_rates_split_and_staleness_of_a_worker(written):
+    written.row(0, "join", 0)
+    written.progress(0, 1.0, step=10, samples=100, exchange=0.2, bytes=1000, cpu=1.0, exchanges=2)
+    newest = {"exchanges": 4, "staleness": 3.0, "ages": [1, 0, 1], "sync_share": 0.15, "cpu": 2.5, "memory": 4096}
+    written.progress(0, 2.0, step=30, samples=300, exchange=0.3, data=0.1, bytes=3000, **newest)
+    written.row(0, "log", 2.0, step=30, loss=0.25)
+    story = written.story()
+    one = story.standings[0]
+    assert (one.state, one.now.step, one.samples_per_s, one.bytes_per_s) == ("training", 30, 200.0, 2000.0)
+    assert (one.staleness, one.sync_share, one.loss, one.cores, one.memory_bytes) == (3.0, 0.15, 0.25, 1.5, 4096)
+    assert one.now.split == pytest.approx({"compute": 1.6, "exchange": 0.3, "data": 0.1, "others": 0.0})
+    assert story.ages == {0: 1, 1: 0, 2: 1}
+
+
+def test_a_worker_that_died_and_came_back_keeps_what_it_had_done(written):
+    written.row("server", "joined", 0, worker=0, live=1)
+    written.row(0, "join", 0, node="a")
+    written.progress(0, 1, step=10, samples=100, exchanges=3)
+    written.row("host", "exit", 2, worker=0, exit_code=-9, died=True)
+    assert written.story().standings[0].state == "dead"
+    written.row("host", "started", 2.5, worker=0)
+    written.row("server", "restarted", 3, worker=0, live=1)
+    written.row(0, "join", 3, node="a", restarts=1)
+    written.progress(0, 4, step=5, samples=50, exchanges=1, elapsed=1.0)
+    one = (story := written.story()).standings[0]
+    assert (one.state, one.lives, one.now.step, one.total.step, one.total.samples) == ("training", 2, 5, 15, 150)
+    assert story.totals().version == 4
+    assert [state for _, state in one.states] == ["training", "dead", "starting", "training"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "died", "state"),
+    [(0, False, "done"), (1, False, "failed"), (-9, True, "dead"), (143, False, "ended"), (3, True, "dead")],
+)
+def test_what_has_become_of_a_worker(written, exit_code, died, state):
+    written.row("server", "joined", 0, worker=0, live=1)
+    written.row(0, "join", 0)
+    written.row("server", "left", 1, worker=0, live=0)
+    written.row("host", "exit", 2, worker=0, exit_code=exit_code, died=died)
+    assert written.story().standings[0].state == state
+
+
+def test_the_end_of_a_worker_counts_though_its_own_rows_are_read_later(written):
+    """Files are read one after the other, and clocks of machines differ: what the host says last is so."""
+    written.row("host", "exit", 5, worker=0, exit_code=-9, died=True)
+    written.row(0, "join", 9)
+    written.progress(0, 9.5, step=1)
+    assert written.story().standings[0].state == "dead"
+
+
+def test_without_a_host_workers_tell_of_themselves(written):
+    for rank, failed in ((0, False), (1, True)):
+        written.row(rank, "join", 0)
+        written.row(rank, "leave", 1, failed=failed)
+    assert [one.state for one in written.story().standings.values()] == ["done", "failed"]
+
+
+def test_a_host_that_begins_again_has_new_workers(written):
+    written.row("host", "start", 0, workers=1)
+    written.row("server", "joined", 1, worker=0, live=1)
+    written.row("host", "exit", 2, worker=0, exit_code=0)
+    written.row("host", "end", 3, exit_code=0)
+    story = written.story()
+    assert (story.standings[0].state, story.host_exit_code) == ("done", 0)
+    written.row("host", "start", 10, workers=1)
+    story.refresh()
+    assert (story.standings[0].state, story.host_exit_code) == ("starting", None)
+
+
+def test_nobody_trains_when_the_run_has_ended(written):
+    written.row("server", "joined", 1, worker=0, live=1)
+    written.row("host", "end", 2, exit_code=None)
+    assert written.story().standings[0].state == "training", "the host comes back"
+    written.row("host", "end", 3, exit_code=0)
+    assert written.story().standings[0].state == "ended"
+
+
+def test_rows_that_make_no_sense_are_passed_over(written):
+    written.row(0, "join", 0)
+    written.row(0, "progress", 1, step="many")
+    written.row(0, "log", 1, loss="good")
+    written.row("server", "joined", 1, worker="nobody")
+    with written.folder.events(0).open("a") as file:
+        file.write('{"event":"progress","timesta\n[]\n7\n\n{}\n')
+    written.progress(0, 2, step=4)
+    assert written.story().standings[0].now.step == 4
+
+
+# Totals
+
+
+def test_totals_of_two_workers(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 1, step=10, samples=100, exchange=0.2, exchanges=5, bytes=10)
+    totals = written.story().totals()
+    assert (totals.workers, totals.live, totals.steps, totals.samples, totals.version) == (2, 2, 20, 200, 10)
+    assert totals.samples_per_s == 200
+    assert totals.speedup == pytest.approx(2 * 0.8)  # one alone would have needed 0.8 s of compute for its 100
+    assert totals.goodput == pytest.approx(0.8)
+    assert totals.sync_share == pytest.approx(0.2)
+
+
+def test_time_of_the_dead_is_no_goodput(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 1, step=10, samples=100)
+    written.row("host", "exit", 1, worker=1, exit_code=-9, died=True)
+    written.progress(0, 4, step=40, samples=400)
+    totals = written.story().totals()
+    assert totals.goodput == pytest.approx(5 / 8)
+    assert totals.samples_per_s == 100
+
+
+def test_a_run_that_has_ended_shows_what_it_achieved(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 2, step=10, samples=100 * (1 + rank), exchange=1.0)
+        written.row("host", "exit", 2, worker=rank, exit_code=0)
+    totals = written.story().totals()
+    assert (totals.live, totals.samples_per_s, totals.speedup) == (0, 150.0, pytest.approx(1.0))
+
+
+def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
+    for rank, rounds in ((0, 7), (1, 6)):
+        written.row(rank, "join", 0)
+        written.progress(rank, 1, step=7, rounds=rounds, together={"2": rounds})
+    story = written.story()
+    assert story.totals().version == 7
+    assert story.together == {2: 13}
+
+
+def test_a_run_of_which_nothing_is_known_yet(written):
+    totals = written.story().totals()
+    assert (totals.workers, totals.speedup, totals.goodput, totals.elapsed_s) == (0, 0.0, 0.0, 0.0)
+
+
+# Curves
+
+
+def test_curves_of_workers_and_of_the_center(written):
+    for rank in (0, 1):
+        written.row(rank, "log", 1, step=1, loss=1.0 + rank, note="a word", flag=True)
+    written.row(0, "log", 2, step=2, val_loss=0.5, center=True)
+    written.row(0, "validated", 3, step=2, epoch=0, val_loss=0.4)
+    written.row(1, "log", 3, step=2, loss="nan")
+    logged = written.story().logged
+    assert {name: sorted(ranks) for name, ranks in logged.named.items() if name != "flag"} == {
+        "loss": [0, 1], "val_loss": [CENTER], "epoch": [CENTER],
+    }  # fmt: skip
+    assert logged.named["val_loss"][CENTER].points() == ([T0 + 2, T0 + 3], [0.5, 0.4])
+    assert logged.broken == {"loss": 1}
+
+
+def test_a_story_read_bit_by_bit_is_that_read_at_once(written):
+    story = Story(written.folder)
+    for i in range(1, 50):
+        written.row(0, "log", i, step=i, loss=1 / i)
+        written.progress(0, i, step=i, samples=4 * i, exchange=0.1 * i)
+        if i % 7 == 0:
+            story.refresh()
+    story.refresh()
+    whole = written.story()
+    assert story.standings == whole.standings
+    assert story.logged.named["loss"][0].points() == whole.logged.named["loss"][0].points()
+    np.testing.assert_allclose(story.lanes[0].stretches, whole.lanes[0].stretches)
+
+
+def test_a_reader_in_a_hurry_goes_on_where_it_was(written):
+    for rank in range(3):
+        for i in range(2000):
+            written.row(rank, "log", i, step=i, loss=float(i), padding="x" * 1000)
+    story = Story(written.folder)
+    calls = 1
+    while not story.refresh(within_s=0.0):
+        calls += 1
+    assert calls > 3
+    assert {rank: s.points()[1][-1] for rank, s in story.logged.named["loss"].items()} == dict.fromkeys(
+        range(3), 1999.0
+    )
+
+
+# The clock
+
+
+def test_samples_of_all_at_a_moment_are_those_of_each_added_up():
+    seen = [Series(), Series()]
+    for x, first, second in ((0.0, 0.0, 0.0), (10.0, 100.0, 50.0)):
+        seen[0].add([x], [first])
+        seen[1].add([x], [second])
+    assert samples_at(np.array([0.0, 5.0, 10.0, 20.0]), seen).tolist() == [0.0, 75.0, 150.0, 150.0]
