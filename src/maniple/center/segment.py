@@ -4,7 +4,7 @@
                            members   one byte per rank: never, live, left or dead; how often each rank was taken; how
                                      many another launcher has started
                            node      the workers' own lock
-                           host.sock where the workers of this machine reach the controller
+                           host.sock the host's socket; with host.json and token, if it listens to no other machine
                            controller  JSON: what the controller knows
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
@@ -13,7 +13,7 @@
                            feed-*/   a queue of batches
                            circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended
-                           server    locked by the host's network side
+                           server    locked by the network side; saving: by who writes a snapshot, and how many are kept
                            restored  if the center began again from a snapshot
 """
 

@@ -13,6 +13,7 @@ from maniple.center.link import Door, Link
 from maniple.center.locks import Patience, held
 from maniple.center.remote import find_layout
 from maniple.center.tcp import Tcp, insist
+from maniple.changes import Changes
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -66,6 +67,11 @@ class Far:
     def stop(self) -> str:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
+
+    @property
+    def changes(self) -> Changes:
+        """Settings that a person has changed while the run goes on."""
+        return self._control.changes
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
