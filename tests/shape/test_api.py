@@ -145,6 +145,7 @@ SETTINGS = [
             ],
         ),
         ("status", []),
+        ("change", ["--certificate", "--snapshot", "--token-file"]),
         ("stop", ["--timeout"]),
         ("watch", ["--json", "--logs", "--once"]),
         ("record", ["--plot"]),
@@ -164,6 +165,8 @@ SETTINGS = [
                 "--mem",
                 "--model-size",
                 "--partition",
+                "--ray",
+                "--ray-address",
                 "--runs",
                 "--script",
                 "--slurm",
@@ -179,8 +182,8 @@ SETTINGS = [
 )
 def test_the_commands_have_these_options(command, options):
     assert sorted(cli.commands) == [
-        "compare", "doctor", "export", "host", "join", "plot", "record", "run", "serve", "status", "stop", "submit",
-        "watch",
+        "change", "compare", "doctor", "export", "host", "join", "plot", "record", "run", "serve", "status", "stop",
+        "submit", "watch",
     ]  # fmt: skip
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)

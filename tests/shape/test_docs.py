@@ -81,6 +81,7 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
             ["run"],
             ["submit"],
             ["doctor"],
+            ["change"],
             ["plot"],
             ["compare"],
             ["export"],

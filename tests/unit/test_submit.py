@@ -10,6 +10,7 @@ from maniple.cli import cli
 from maniple.errors import InvalidArgument
 from maniple.host.gate import Listen
 from maniple.launch import Job
+from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources
 from maniple.launch.submission import Submission
 from maniple.place import Limits
@@ -21,10 +22,13 @@ from maniple.wire.address import Address
     [
         (["stop", "."], "is no run folder"),
         (["status", "."], "is no run folder"),
+        (["status", "odd"], "is not what maniple has written"),
         (["submit", "-n", "2", "train.py"], "Add --slurm"),
         (["submit", "--slurm", "train.py"], "Add --instances"),
         (["submit", "--slurm", "-n", "0", "train.py"], "--instances 0 is below 1"),
         (["submit", "--slurm", "-n", "2", "--walltime", "3h", "train.py"], "--walltime 3h is no time"),
+        (["submit", "--slurm", "-n", "2", "--walltime", "1:00", "train.py"], "is not longer than --leave-early 60"),
+        (["submit", "--slurm", "-n", "2", "--resume", "odd/none", "train.py"], "is no run folder"),
         (["submit", "--slurm", "-n", "2", "--mem", "lots", "train.py"], "--mem lots is no size"),
         (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "has several lines"),
         (["submit", "--slurm", "-n", "2", "--rule", "bsp", "train.py"], "has all workers meet"),
@@ -36,6 +40,8 @@ def test_mistakes_are_told(tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text("[1]")
     done = CliRunner().invoke(cli, words, standalone_mode=False)
     assert isinstance(done.exception, InvalidArgument | click.UsageError)
     assert told in str(done.exception)
@@ -56,3 +62,10 @@ def test_a_submission_is_found_again_in_its_folder(tmp_path):
     order = Order(resources, tmp_path, Path("/home/me"), Path("/bin/python"), ("/home/me/train.py", "--lr", "0.1"))
     submission = Submission(job, order, has_host_job=True, jobs={"host": "7"}).write()
     assert Submission.read(tmp_path) == submission
+
+
+def test_room_on_a_ray_cluster_is_that_of_whole_workers_on_each_machine():
+    nodes = [{"CPU": 5.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 2.0}]
+    assert Room(cpus=2).places(nodes) == 3
+    assert Room(cpus=2, gpus=0.5).places(nodes) == 2
+    assert Room(cpus=0, gpus=2).places(nodes) == 0

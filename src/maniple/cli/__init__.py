@@ -1,5 +1,6 @@
 """The command `maniple`."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 import maniple
+from maniple.cli.change import change
 from maniple.cli.compare import compare
 from maniple.cli.doctor import doctor, warn_early
 from maniple.cli.export import export
@@ -16,7 +18,7 @@ from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.plot import plot
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, settings
+from maniple.cli.settings import model_settings, restarts, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
@@ -42,6 +44,7 @@ def cli() -> None:
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
       maniple watch runs/last                         who works, who waits, whether it pays
+      maniple change runs/last alpha=0.3              other settings for a run that goes on
       maniple plot runs/one runs/two                  runs drawn on one clock; compare: as a table
       maniple export runs/last --to tensorboard       its rows for other programs
       maniple record runs/last                        where the time of a --model went
@@ -63,14 +66,7 @@ def cli() -> None:
     default="",
     help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
-@click.option(
-    "--restarts",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="Start a dead worker again, up to K times each.",
-)
+@restarts("Start a dead worker again, up to K times each.")
 @click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",
@@ -167,6 +163,7 @@ def _start(job: Job) -> NoReturn:
     sys.exit(run_local(job))
 
 
+cli.add_command(change)
 cli.add_command(compare)
 cli.add_command(doctor)
 cli.add_command(export)
@@ -192,3 +189,11 @@ def told(act: Callable[[], Any]) -> None:
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}:
+            raise
+        where = error.filename or "a file"
+        click.echo(
+            f"maniple: {where} cannot be written: {error.strerror}. Make room, or choose another --runs.", err=True
+        )
+        sys.exit(3)

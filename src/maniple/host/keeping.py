@@ -4,12 +4,15 @@ The leases and what the controller knows are read before the center is copied: w
 in its center.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from maniple.center.locks import held
 from maniple.center.segment import Segment
-from maniple.center.snapshot import Manifest, restore, write_snapshot
+from maniple.center.snapshot import Manifest, prune, restore, write_snapshot
+from maniple.errors import InvalidArgument
 from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
@@ -18,10 +21,32 @@ from maniple.sampler import table
 from maniple.sampler.lease import Unfinished
 
 _LEASES, _CONTROLLER = "leases", "controller"
+_SAVING = "saving"
+_SAVING_S = 600.0  # for another who writes a large center to a slow disk
+
+
+def set_most(segment: Segment, most: int) -> None:
+    """So many of the newest snapshots are to be kept."""
+    (segment.path / _SAVING).write_text(str(most))
+
+
+def save(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> Path | None:
+    """Write the next snapshot, and remove all but the newest few; None if there is no center yet.
+
+    Host and server may both be asked to: one comes after the other.
+    """
+    path = segment.path / _SAVING
+    with held(path, timeout_s=_SAVING_S, what="another snapshot to be written"):
+        saved = keep(segment, folder, lineage, restored)
+        if saved is not None and (most := path.read_text()):
+            prune(folder.center, int(most))
+    return saved
 
 
 def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, name: str | None = None) -> Path | None:
-    """Write a snapshot; None if there is no center yet."""
+    """Write a snapshot; None if there is no center yet, or the run goes on without this one."""
+    if is_overtaken(folder, restored):
+        return None
     extra = {
         _LEASES: msgspec.Raw(msgspec.json.encode(unfinished(segment))),
         _CONTROLLER: msgspec.Raw(msgspec.json.encode(Minutes.read(segment.path))),
@@ -36,6 +61,16 @@ def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, 
         extra=extra,
         name=name,
     )
+
+
+def is_overtaken(folder: Folder, restored: Restored) -> bool:
+    """The run has begun again from a snapshot since: what this memory holds is of a past that was given up.
+
+    So it is on a node that a queue took for dead, and on one whose host was killed and went on elsewhere.
+    """
+    with suppress(OSError, InvalidArgument):  # what cannot be read tells nothing
+        return int(folder.read().get("restored", 0)) > restored.count
+    return False
 
 
 def find_again(segment: Segment, path: Path, manifest: Manifest) -> None:
@@ -57,6 +92,13 @@ def begin_again(segment: Segment) -> None:
     """The run goes on: the controller's reason to stop holds no longer."""
     minutes = Minutes.read(segment.path)
     minutes.known.begin_again()
+    minutes.write(segment.path)
+
+
+def forget_changes(segment: Segment, *, rule: bool, pace: bool) -> None:
+    """Somebody has said anew what the rule or the pace is to be: what was changed before holds no longer."""
+    minutes = Minutes.read(segment.path)
+    minutes.changes = minutes.changes.without(rule=rule, pace=pace)
     minutes.write(segment.path)
 
 

@@ -25,10 +25,11 @@ from maniple.host.best import Best
 from maniple.host.control import SILENCE_S, Control
 from maniple.host.desk import Controls, Desk
 from maniple.host.examined import answer_doctor
-from maniple.host.keeping import keep
+from maniple.host.keeping import keep, save
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored
 from maniple.host.saving import save_as
+from maniple.host.watched import Watched
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
@@ -39,6 +40,7 @@ from maniple.wire.stream import NEVER_S, Stream, prepare
 _MAX_CONNECTIONS = 4096
 _MAX_HALF_OPEN = 64
 _GOODBYE_S = 2.0  # two beats
+_LAST_LOOK_S = 0.8  # for watchers, if workers have taken all of that time: the launcher kills after 3 s
 _OVER = "over"
 
 
@@ -71,18 +73,20 @@ class Server:
             self._folder.center,
             lambda name: keep(self._segment, self._folder, self._lineage, self._restored, name=name),
         )
-        self._control = Control(
-            place,
+        desk = Desk(controller, self._segment, self._events, place.limits, best)
+        self._control = Control(place, self._segment, self._folder, members=self._members, desk=desk, turns=self._turns)
+        self._watched = Watched(
             self._segment,
             self._folder,
-            members=self._members,
-            desk=Desk(controller, self._segment, self._events, place.limits, best),
-            turns=self._turns,
+            self._events,
+            desk,
+            lambda: save(self._segment, self._folder, self._lineage, self._restored),
         )
         self._lock = threading.Lock()
         self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
         self._connections = 0
         self._over = threading.Event()  # the run has ended: the workers are told, then this process ends
+        self._is_told = False  # they are
 
     def run(self, listeners: list[socket.socket]) -> None:
         """Accept connections for ever. What a killed predecessor had begun is finished first."""
@@ -99,9 +103,17 @@ class Server:
             if any(one.family != socket.AF_UNIX for one in listeners):  # else values come by shared memory
                 warm_up(["float32", "float64"])
             self._over.wait()
-            deadline = time.monotonic() + _GOODBYE_S
-            while self._control.count and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Let the workers hear that the run has ended, and then the watchers, who have their last rows by that."""
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._control.count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._is_told = True
+        deadline = max(deadline, time.monotonic() + _LAST_LOOK_S)
+        while self._watched.count and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def end(self) -> None:
         """Tell the workers that the run has ended, each at its next beat, and end."""
@@ -177,6 +189,9 @@ class Server:
             return
         if proof.role == "doctor":
             answer_doctor(stream, self._segment)
+            return
+        if proof.role == "watch":
+            self._watched.attend(stream, lambda: self._is_told)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

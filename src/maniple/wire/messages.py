@@ -7,11 +7,13 @@ control             Join, Joined, Beat, Beaten
 ask                 Request, Reply
 feed                those of `batches`
 doctor              those of `examination`
+watch               those of `watching`
 """
 
 from maniple.wire.batches import FeedMessage
 from maniple.wire.examination import DoctorMessage
 from maniple.wire.said import Said
+from maniple.wire.watching import WatchMessage
 
 
 class Hello(Said, frozen=True, tag=1):
@@ -178,7 +180,8 @@ class Bye(Said, frozen=True, tag=27):
 class Join(Said, frozen=True, tag=40):
     """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
     rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine.
-    `is_back`: I was here before, and the connection broke."""
+    `is_back`: I was here before, and the connection broke. `guests`: my launcher, which is not yours, has started so
+    many of us."""
 
     node: str
     pid: int
@@ -187,6 +190,7 @@ class Join(Said, frozen=True, tag=40):
     is_near: bool = False
     is_expected: bool = False
     is_back: bool = False
+    guests: int = 0
 
 
 class Joined(Said, frozen=True, tag=41):
@@ -216,11 +220,13 @@ class Beat(Said, frozen=True, tag=42):
 
 
 class Beaten(Said, frozen=True, tag=43):
-    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop."""
+    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop.
+    Somebody has changed the settings in `changes`, as JSON."""
 
     live: int
     within_s: float = 1.0
     stop: str = ""
+    changes: str = ""
 
 
 class Request(Said, frozen=True, tag=44):
@@ -287,4 +293,5 @@ Message = (
     | Reply
     | FeedMessage
     | DoctorMessage
+    | WatchMessage
 )

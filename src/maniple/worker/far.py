@@ -10,8 +10,10 @@ from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center.link import Door, Link
-from maniple.center.locks import held
-from maniple.center.tcp import Tcp
+from maniple.center.locks import Patience, held
+from maniple.center.remote import find_layout
+from maniple.center.tcp import Tcp, insist
+from maniple.changes import Changes
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -24,6 +26,8 @@ from maniple.worker.control import Control
 from maniple.worker.questions import Questions
 from maniple.worker.seat import Count, told_place
 
+_ASK_AGAIN_S = 0.05  # for what is not there yet
+
 
 class Far:
     """A worker that reaches its host over the network."""
@@ -35,7 +39,8 @@ class Far:
         # tells a rank too, but no launcher waits for it.
         is_expected = place.segment is not None
         rank = place.rank if is_expected or place.is_queued else -1
-        who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
+        guests = place.world if place.is_guest and is_expected else 0
+        who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected, guests=guests)
         self._control = Control(door, who, count=count)
         self.place = told_place(place, told := self._control.join(place.join_deadline_s))
         self._lenders: list[Questions] = []
@@ -63,6 +68,11 @@ class Far:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
 
+    @property
+    def changes(self) -> Changes:
+        """Settings that a person has changed while the run goes on."""
+        return self._control.changes
+
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""
         if not lock:
@@ -70,6 +80,8 @@ class Far:
                 "lock=False works in shared memory only, and this worker reaches its host by network."
             )
         place = self.place
+        if rule.meets != "center" and place.rank:
+            self._await_first(name)
         center, is_creator = Tcp.open_or_create(
             self._link,
             name,
@@ -81,6 +93,17 @@ class Far:
             live=lambda: self._control.live,
         )
         return center, is_creator
+
+    def _await_first(self, name: str) -> None:
+        """Wait until worker 0 has made the center: where all begin together, they begin with its values."""
+        patience = Patience(self.place.circle_deadline_s)
+        while not self.is_over:
+            try:
+                insist(self._link, lambda: find_layout(self._link, name), self.place.host_deadline_s)
+                return
+            except InvalidArgument:
+                patience.wait(f"worker 0 to make {name}")
+                time.sleep(_ASK_AGAIN_S)
 
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""

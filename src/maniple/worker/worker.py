@@ -21,9 +21,10 @@ from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import check_center, check_return, is_in_step, settle
+from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
-from maniple.worker.ending import Ending, failure, staying, watch_the_end
-from maniple.worker.logged import plain
+from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
+from maniple.worker.logged import logged
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
@@ -59,13 +60,12 @@ class Worker(Calls):
 
     def __init__(self, place: Place) -> None:
         self._replicas: list[Replica] = []
-        self._samples = Samples()
-        self._alone = Alone(place.limits, self._count)
+        self._samples, self._alone = Samples(), Alone(place.limits, self._count)
         self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
         place = place if self._seat is None else self._seat.place
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world, self.node = place.local_rank, place.local_world, place.node
+        self.rank, self.world, self.node = place.rank, place.world, place.node
+        self.local_rank, self.local_world = place.local_rank, place.local_world
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
@@ -73,6 +73,7 @@ class Worker(Calls):
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
         self._stop: StopAfter | None = None
+        self._changing = Changing(self._seat, self._events)
         self._circles = Circles(place, self._seat, self._events, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if not place.is_alone:
@@ -149,6 +150,7 @@ class Worker(Calls):
             )
         replica = self._replica(adapter, center, rule, pace, wire)
         replica.begin()
+        self._changing.begin(replica)
         self._replicas.append(replica)
         return replica
 
@@ -222,9 +224,7 @@ class Worker(Calls):
 
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another kind."""
-        step = self._replicas[0].steps if self._replicas else 0
-        is_center = {"center": True} if any(replica.is_center for replica in self._replicas) else {}
-        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()} | is_center)
+        self._events.write(event, **logged(values, self._replicas))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
@@ -248,14 +248,15 @@ class Worker(Calls):
 
     def _depart(self) -> None:
         """The script has ended."""
+        is_cut_short = self.is_over and not self.has_left and not self._has_failed and not self.is_hurried
         with staying(self._place, has_failed=lambda: self._has_failed, is_told=lambda: self.is_hurried):
             self.leave()
+        if is_cut_short:
+            mind_early_end(self._place)
 
     def mind_absence(self, replica: Replica) -> None:
         """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
-        assert self._seat is not None
-        error = self._seat.absence()
-        if error is not None and not self._has_failed:
+        if not self._has_failed and self._seat is not None and (error := self._seat.absence()) is not None:
             self._has_failed = True  # no last exchange is tried
             path = replica.save(f"replica-{self.rank}.safetensors", self._place.run)
             raise type(error)(f"{error} This worker's replica is saved in {path}.")
@@ -266,6 +267,7 @@ class Worker(Calls):
 
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
+        self._changing.mind(self._replicas)
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
 
@@ -286,9 +288,8 @@ class Worker(Calls):
 
     def _count(self) -> tuple[int, int, bool]:
         """The steps and samples of this worker so far, and whether its samples have come to their end."""
-        replica = self._replicas[0] if self._replicas else None
-        steps, samples = (0, self.samples_taken()) if replica is None else (replica.steps, replica.total_samples)
-        return steps, samples, self._samples.are_finished
+        counts = [(one.steps, one.total_samples) for one in self._replicas[:1]] or [(0, self.samples_taken())]
+        return *counts[0], self._samples.are_finished
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True
