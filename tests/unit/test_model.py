@@ -240,7 +240,7 @@ def recorded(monkeypatch, *, every=2):
     """A recorder whose clock the test moves."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr("maniple.model.recorder.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr("maniple.model.recorder.lost_s", lambda: 0.0)
+    monkeypatch.setattr("maniple.worker.progress.lost_s", lambda: 0.0)
     replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0)
     worker = Noted()
     return clock, replica, worker, Recorder(worker, replica, every=every, is_shown=True, lr=lambda: 0.1)
