@@ -25,7 +25,7 @@ _LARGEST = 200_000  # bytes of a picture: it comes with every clone
 def speedup(folder: Path) -> None:
     """`maniple plot`: digits by one worker and by two."""
     for name, workers in (("one", 1), ("two", 2)):
-        train(folder, name, workers, "--epochs", "100", "--lr", "0.005")
+        train(folder, name, workers, "--epochs", "40", "--lr", "0.005")
     command = ["plot", "runs/one", "runs/two", "--log", "--smooth", "20", "-o", HERE / "speedup.png"]
     subprocess.run([*MANIPLE, *command], cwd=folder, check=True)
 
@@ -46,9 +46,13 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}; default: all")
-    names = parser.parse_args().names or list(PICTURES)
-    if (load := os.getloadavg()[0]) > _QUIET:
-        print(f"warning: the load is {load:.1f}. What is measured now is disturbed by other programs.", file=sys.stderr)
+    parser.add_argument("--anyway", action="store_true", help="also on a machine that is busy, to try the script")
+    args = parser.parse_args()
+    names = args.names or list(PICTURES)
+    if (load := os.getloadavg()[0]) > _QUIET and not args.anyway:
+        sys.exit(
+            f"the load is {load:.1f}, above {_QUIET}: speed-ups would be wrong. Wait, or give --anyway and keep none."
+        )
     for name in names:
         if name not in PICTURES:
             parser.error(f"there is no picture {name!r}: there are {', '.join(PICTURES)}")
