@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench pictures clean
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -46,6 +46,10 @@ bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables,
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/bsp.py
 	$(BIN)/python benchmarks/pool.py
+	$(BIN)/python benchmarks/plot.py
+
+pictures: $(STAMP)  ## make the pictures of README and docs again, from real runs
+	$(BIN)/python docs/pictures/make.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,7 +4,7 @@ The layers; a row imports only rows below it, and names split by `|` do not impo
 
     cli                            the command
     session | pool | doctor | watch  settings from files and variables; workers of a program that stays serial; what
-                                   would keep a run from working; a run seen and steered from elsewhere
+                                   would keep a run from working; a run seen, drawn and steered
     launch                         starts workers and looks after them
     controller | model             answers the workers' questions; trains a class of the user's own
     host | worker                  the owner of a run; a process that trains

@@ -149,6 +149,9 @@ SETTINGS = [
         ("stop", ["--timeout"]),
         ("watch", ["--json", "--logs", "--once"]),
         ("record", ["--plot"]),
+        ("plot", ["--against", "--log", "--output", "--smooth", "--value", "-o"]),
+        ("compare", ["--above", "--below", "--json", "--smooth", "--target", "--value"]),
+        ("export", ["--follow", "--output", "--to", "-o"]),
         ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),
         (
             "doctor",
@@ -179,7 +182,8 @@ SETTINGS = [
 )
 def test_the_commands_have_these_options(command, options):
     assert sorted(cli.commands) == [
-        "change", "doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit", "watch",
+        "change", "compare", "doctor", "export", "host", "join", "plot", "record", "run", "serve", "status", "stop",
+        "submit", "watch",
     ]  # fmt: skip
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)

@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 
-from maniple.cli.picture import draw
 from maniple.cli.record import table
 from maniple.cli.session import Session, command_words
 from maniple.decisions import Decisions
@@ -21,6 +20,7 @@ from maniple.model.validation import VALIDATION, measured, validate
 from maniple.place import Limits
 from maniple.record import Events, Folder
 from maniple.record.times import PARTS, gather
+from maniple.watch.picture import draw
 
 
 class Whole:
@@ -240,7 +240,7 @@ def recorded(monkeypatch, *, every=2):
     """A recorder whose clock the test moves."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr("maniple.model.recorder.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr("maniple.model.recorder.lost_s", lambda: 0.0)
+    monkeypatch.setattr("maniple.worker.progress.lost_s", lambda: 0.0)
     replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0)
     worker = Noted()
     return clock, replica, worker, Recorder(worker, replica, every=every, is_shown=True, lr=lambda: 0.1)

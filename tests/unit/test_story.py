@@ -1,41 +1,16 @@
 """The story of a run: standings, totals and curves that a person can trust, from rows alone."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maniple.record import Folder
-from maniple.story import CENTER, Series, Story
+from maniple.story import CENTER, Series, Story, look_back
 from maniple.story.clock import samples_at
 from maniple.story.lanes import Lane
-
-T0 = 1_700_000_000.0
-
-
-class Written:
-    """A run folder whose rows a test writes itself, `at` seconds after the first."""
-
-    def __init__(self, path: Path) -> None:
-        self.folder = Folder(path)
-        (path / "events").mkdir(parents=True)
-
-    def row(self, who: int | str, event: str, at: float, **values) -> None:
-        with self.folder.events(who).open("a") as file:
-            file.write(json.dumps({"event": event, "timestamp": T0 + at, **values}, separators=(",", ":")) + "\n")
-
-    def progress(self, who: int, at: float, **values) -> None:
-        usual = {"step": 0, "samples": 0, "elapsed": at, "sync_share": 0.0, "exchange": 0.0, "data": 0.0, "others": 0.0}
-        self.row(who, "progress", at, **usual | values)
-
-    def story(self) -> Story:
-        story = Story(self.folder)
-        assert story.refresh()
-        return story
+from tests.written import T0, Written
 
 
 @pytest.fixture
@@ -257,6 +232,15 @@ def test_curves_of_workers_and_of_the_center(written):
     assert logged.broken == {"loss": 1}
 
 
+def test_rows_that_tell_different_things_are_one_curve_in_the_order_of_time(written):
+    for i in range(6):
+        written.row(0, "log", i, step=i, loss=float(i), **({"lr": 0.1} if i % 2 else {}))
+    written.row(0, "log", 6, step=6, loss=10**400)
+    logged = written.story().logged
+    assert logged.named["loss"][0].points() == ([T0 + i for i in range(6)], [float(i) for i in range(6)])
+    assert len(logged.named["lr"][0]) == 3 and logged.broken == {}
+
+
 def test_a_story_read_bit_by_bit_is_that_read_at_once(written):
     story = Story(written.folder)
     for i in range(1, 50):
@@ -285,7 +269,62 @@ def test_a_reader_in_a_hurry_goes_on_where_it_was(written):
     )
 
 
+def test_the_value_that_is_reckoned_with_keeps_all_its_points(written):
+    for i in range(5000):
+        written.row(0, "log", i, step=i, loss=float(i), lr=0.1)
+    story = Story(written.folder, fine="loss")
+    story.refresh()
+    assert len(story.logged.named["loss"][0]) == 5000
+    assert len(story.logged.named["lr"][0]) <= 2000
+
+
+# The run as a whole
+
+
+def test_a_run_is_looked_back_on_when_all_have_ended(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.row(rank, "share", 1, rule="EASGD()", pace="Every(10)")
+        written.progress(rank, 3, step=10, samples=100, elapsed=2.0, exchange=0.5)
+        written.progress(rank, 5, step=20, samples=200, elapsed=4.0, exchange=1.0)
+        written.row("host", "exit", 6, worker=rank, exit_code=0)
+    story = written.story()
+    found = look_back(story)
+    assert (found.workers, found.seconds, found.rate, found.unit) == (
+        2,
+        pytest.approx(4.0),
+        pytest.approx(100),
+        "samples",
+    )
+    assert found.split == pytest.approx({"compute": 6.0, "exchange": 2.0, "data": 0.0, "others": 0.0})
+    assert found.speedup == pytest.approx(1.5)  # one alone would make its 200 in 3 s
+    assert story.shared["rule"] == "EASGD()"
+
+
+def test_nothing_is_looked_back_on_before_the_first_step(written):
+    written.row(0, "join", 0)
+    assert (look_back(written.story()).rate, look_back(written.story()).speedup) == (0.0, 0.0)
+
+
+def test_staleness_is_the_mean_over_all_exchanges(written):
+    written.row(0, "join", 0)
+    assert written.story().staleness is None
+    written.progress(0, 1, staleness=1.0, ages=[0, 3])
+    written.progress(0, 2, staleness=5.0, ages=[0, 0, 0, 1])
+    assert written.story().staleness == pytest.approx(2.0)
+
+
 # The clock
+
+
+def test_samples_are_counted_from_the_first_step_on_and_not_while_a_worker_is_away(written):
+    written.row(0, "join", 0)
+    written.progress(0, 3, samples=100, elapsed=2.0)
+    written.row(0, "join", 10)
+    written.progress(0, 13, samples=50, elapsed=2.0)
+    seen = written.story().seen.values()
+    moments = T0 + np.array([0.0, 1.0, 2.0, 3.0, 7.0, 11.0, 12.0, 13.0])
+    np.testing.assert_allclose(samples_at(moments, seen), [0, 0, 50, 100, 100, 100, 125, 150], atol=1e-3)
 
 
 def test_samples_of_all_at_a_moment_are_those_of_each_added_up():

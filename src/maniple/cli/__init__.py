@@ -10,10 +10,13 @@ import click
 
 import maniple
 from maniple.cli.change import change
+from maniple.cli.compare import compare
 from maniple.cli.doctor import doctor, warn_early
+from maniple.cli.export import export
 from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
+from maniple.cli.plot import plot
 from maniple.cli.record import record
 from maniple.cli.settings import model_settings, restarts, settings
 from maniple.cli.status import status
@@ -42,6 +45,8 @@ def cli() -> None:
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
       maniple watch runs/last                         who works, who waits, whether it pays
       maniple change runs/last alpha=0.3              other settings for a run that goes on
+      maniple plot runs/one runs/two                  runs drawn on one clock; compare: as a table
+      maniple export runs/last --to tensorboard       its rows for other programs
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """
@@ -159,9 +164,12 @@ def _start(job: Job) -> NoReturn:
 
 
 cli.add_command(change)
+cli.add_command(compare)
 cli.add_command(doctor)
+cli.add_command(export)
 cli.add_command(host)
 cli.add_command(join)
+cli.add_command(plot)
 cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from maniple.cli.columns import aligned
 from maniple.record.times import PARTS, Times, read_times
 
 
@@ -25,7 +26,7 @@ def record(*, run: Path, plot: Path | None) -> None:
     for line in table(times):
         click.echo(line)
     if plot is not None:
-        from maniple.cli.picture import draw
+        from maniple.watch.picture import draw
 
         draw(times, plot, title=f"run {run.resolve().name}")
         click.echo(f"drawn: {plot}")
@@ -40,8 +41,7 @@ def table(times: Times) -> list[str]:
             lr = "-" if epoch.lr is None else f"{epoch.lr:.4g}"
             numbers = (str(rank), str(epoch.number), str(epoch.batches), f"{epoch.seconds:.2f}")
             rows.append((*numbers, *parts, f"{epoch.loss:.4g}", lr))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned(rows)
     for number, means in sorted(times.validated.items()):
         found = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
         lines.append(f"validation after epoch {number}: {found}")

@@ -35,7 +35,7 @@ class ProgressRow(msgspec.Struct):
 _PROGRESS, _LOG = b'{"event":"progress"', b'{"event":"log"'
 # Single acts, and what `maniple record` reads: they are added up in rows `progress`.
 _KINDS = ("exchange", "look", "pull", "push", "keep", "wait", "times")
-_PASSED = tuple(f'{{"event":"{kind}"'.encode() for kind in _KINDS)
+PASSED = tuple(f'{{"event":"{kind}"'.encode() for kind in _KINDS)
 
 
 def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Row]:
@@ -48,7 +48,7 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
             progress.append(line)
         elif line.startswith(_LOG):
             log.append(line)
-        elif not line.startswith(_PASSED):
+        elif not line.startswith(PASSED):
             if found := _decoded(_PROGRESS_ROWS, progress):
                 yield found
             if found := _decoded(_ROWS, log):

@@ -5,7 +5,7 @@ bucket keeps its lowest and its highest point: peaks stay visible however long a
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,10 +26,10 @@ class Series:
     def __len__(self) -> int:
         return len(self.xs)
 
-    def add(self, xs: Iterable[float], ys: Iterable[float]) -> None:
+    def add(self, xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> None:
         """More points, as many as there are of each."""
-        self.xs.extend(xs)
-        self.ys.extend(ys)
+        self.xs.frombytes(np.asarray(xs, np.float64).tobytes())
+        self.ys.frombytes(np.asarray(ys, np.float64).tobytes())
         if len(self.xs) > 4 * self._limit:
             self._shorten()
 

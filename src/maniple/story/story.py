@@ -14,7 +14,7 @@ from maniple.story.curves import CENTER, Curves
 from maniple.story.lanes import Lane
 from maniple.story.rows import ProgressRow, sort_rows
 from maniple.story.series import Series
-from maniple.story.standing import Standing
+from maniple.story.standing import Standing, Travel
 from maniple.story.totals import Totals, add_up
 
 # What host and server say of a worker, and the state that it is in then.
@@ -30,6 +30,7 @@ _STATES = {
 _ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave"}
 _TOLD = {143, -15, 130, -2}  # the exit codes of those who were told to end
 _MOST_EVENTS = 2000
+_FINE = 500_000  # stretches of the finest curve, of all workers together; see Series
 
 
 class Story:
@@ -44,17 +45,23 @@ class Story:
         happened: the newest events in the life of the run, with their rows.
         since: when the first worker began, or 0; `until`: the newest row's time.
         epoch_size: the samples of one epoch, or 0.
+        shared: the row by which the first worker told its rule, pace and so on; or nothing.
         stop: when and why the controller let everybody stop.
         exit_code: what the first failed worker's own error asks for.
         host_exit_code: with what the run has ended; None while it goes on.
+
+    The curve of the logged value `fine` has many more points than others, so that one may reckon with it: up to
+    two million over all workers, and all that there are if they are fewer.
     """
 
-    def __init__(self, folder: Folder, *, workers: int = 0, limit: int = 0) -> None:
+    def __init__(self, folder: Folder, *, workers: int = 0, limit: int = 0, fine: str = "") -> None:
         self.folder = folder
         self._first = "queued" if folder.is_submitted else "starting"  # the state of a worker that has not begun
         self.standings: dict[int, Standing] = {rank: Standing(self._first) for rank in range(workers)}
-        limit = limit or max(150, min(500, 8000 // max(1, len(folder.ranks()))))
-        self.logged, self.measured = Curves(limit), Curves(limit)
+        known = max(1, len(folder.ranks()))
+        limit = limit or max(150, min(500, 8000 // known))
+        self.logged = Curves(limit, {fine: max(limit, _FINE // known)} if fine else None)
+        self.measured = Curves(limit)
         self.lanes: dict[int, Lane] = {}
         self.seen: dict[int, Series] = {}
         self.live = Series(limit)
@@ -64,9 +71,11 @@ class Story:
         self.events = 0  # all that have happened, also those that are forgotten
         self.since = self.until = 0.0
         self.epoch_size = 0
+        self.shared: Row = {}
         self.stop: tuple[float, str] = (0.0, "")
         self.exit_code: int | None = None
         self.host_exit_code: int | None = None
+        self._stale, self._exchanges = 0.0, 0  # the staleness of all exchanges, and how many there were
         self._limit = limit
         self._ended = 0.0  # when the host did
         self._version = 0  # of a snapshot with which the run began
@@ -93,6 +102,11 @@ class Story:
         elapsed_s = self.until - self.since if self.since else 0.0
         return add_up(self.standings.values(), elapsed_s=elapsed_s, version=self._version)
 
+    @property
+    def staleness(self) -> float | None:
+        """How many exchanges others had made since a worker's last one: the mean over all; None if there were none."""
+        return self._stale / self._exchanges if self._exchanges else None
+
     def worker(self, rank: int) -> Standing:
         """Where worker `rank` stands; new, if nothing is known of it."""
         if rank not in self.standings:
@@ -108,11 +122,11 @@ class Story:
         rank = name.removeprefix("worker-").removesuffix(".jsonl")
         if rank.isdigit():
             for rows in sort_rows(lines):
-                with suppress(KeyError, TypeError, ValueError):  # rows that somebody else has made up
+                with suppress(KeyError, TypeError, ValueError, OverflowError):  # rows that somebody else has made up
                     self._note_worker(int(rank), rows)
             return
         for row in parse_events(lines):
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
                 self._note_host(row)
 
     def _note_host(self, row: Row) -> None:
@@ -166,6 +180,8 @@ class Story:
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
             self.epoch_size = self.epoch_size or int(row["size"])
+        elif kind == "share":
+            self.shared = self.shared or row
         elif kind == "failed":
             self.exit_code = self.exit_code or row["exit_code"]
         if kind not in _ORDINARY:
@@ -183,16 +199,25 @@ class Story:
         self.until = max(self.until, rows[-1].timestamp)
         lane = self.lanes.setdefault(rank, Lane(self._limit))
         lane.add(np.column_stack([travel.when - travel.seconds, travel.when, travel.split.T]))
-        self.seen.setdefault(rank, Series(self._limit)).add(travel.when, travel.samples)
+        self._see(rank, travel)
         for name, values in travel.measures.items():
             known = values >= 0
             if known.any():
                 self.measured.add(name, rank, travel.when[known], values[known])
         for row in rows:
+            made = sum(row.ages)
+            self._stale, self._exchanges = self._stale + row.staleness * made, self._exchanges + made
             for k, count in enumerate(row.ages):
                 self.ages[k] += count
             for workers, count in row.together.items():
                 self.together[int(workers)] += count
+
+    def _see(self, rank: int, travel: Travel) -> None:
+        seen = self.seen.setdefault(rank, Series(self._limit))
+        begin = float(travel.when[0] - travel.seconds[0])
+        if not len(seen) or begin > seen.xs[-1] + 1.0:  # it has begun, or come back: it saw nothing before
+            seen.add([begin], [seen.ys[-1] if len(seen) else 0.0])
+        seen.add(travel.when, travel.samples)
 
     def _happen(self, row: Row) -> None:
         self.events += 1

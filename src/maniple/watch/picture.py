@@ -1,36 +1,22 @@
 """A picture of where the time went: stacked bars per worker and epoch, and the losses above them."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import InvalidArgument
 from maniple.record.times import PARTS, Times
+from maniple.watch.canvas import new_figure, save, stack
 
-_COLORS = {"compute": "#4477aa", "exchange": "#ee6677", "data": "#ccbb44", "others": "#bbbbbb"}
 _WIDTH = 0.8  # of all bars of one epoch
 
 
 def draw(times: Times, path: Path, *, title: str) -> None:
     """Draw `times` to `path`, in the format that its name asks for."""
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise InvalidArgument(
-            f"{path.name} cannot be drawn: matplotlib is not installed. `pip install 'maniple[plot]'`, or leave --plot "
-            "out."
-        ) from None
-    figure = figures.Figure(figsize=(8, 6), layout="constrained")
+    figure = new_figure(path, size=(8, 6))
     losses, bars = figure.subplots(2, 1, sharex=True)
     _draw_losses(losses, times)
     _draw_bars(bars, times)
     losses.set_title(title)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"{path} cannot be drawn: {error}. Give a path that can be written, ending in .png."
-        ) from None
+    save(figure, path)
 
 
 def _draw_losses(axes: Any, times: Times) -> None:
@@ -48,14 +34,9 @@ def _draw_bars(axes: Any, times: Times) -> None:
     width = _WIDTH / len(times.workers)
     for i, epochs in enumerate(times.workers.values()):
         places = [epoch.number - _WIDTH / 2 + (i + 0.5) * width for epoch in epochs]
-        base = [0.0] * len(epochs)
-        for part in PARTS:
-            heights = [epoch.split[part] for epoch in epochs]
-            label = part if i == 0 else None
-            axes.bar(places, heights, 0.94 * width, bottom=base, color=_COLORS[part], label=label)
-            base = [low + height for low, height in zip(base, heights, strict=True)]
+        stack(axes, places, [epoch.split for epoch in epochs], width=0.94 * width, labelled=i == 0)
     axes.set_ylabel("seconds")
     axes.set_xlabel("epoch; one bar per worker, in the order of their ranks")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(y=0.2)  # room for the legend
-    axes.legend(fontsize="small", ncols=len(_COLORS), loc="upper center")
+    axes.legend(fontsize="small", ncols=len(PARTS), loc="upper center")

@@ -1,0 +1,39 @@
+"""A run as a whole, from the first step of any worker to the newest: what is compared between runs."""
+
+from dataclasses import dataclass
+
+from maniple.record.times import PARTS
+from maniple.story.story import Story
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A run in a few numbers that do not change any more once it has ended.
+
+    Attributes:
+        seconds: from the beginning of the first stretch of any worker's training to the end of the last.
+        rate: samples of all workers / seconds; steps, where samples are not counted: `unit` tells.
+        split: the seconds of all workers, by what they went for.
+        speedup: rate / samples per second of compute of one worker. An estimate: see `Totals`.
+    """
+
+    workers: int
+    seconds: float
+    rate: float
+    unit: str
+    split: dict[str, float]
+    speedup: float
+
+
+def look_back(story: Story) -> Overall:
+    """The run of `story` as a whole."""
+    totals = [one.total for one in story.standings.values()]
+    samples, steps = sum(total.samples for total in totals), sum(total.step for total in totals)
+    split = {part: sum(total.split[part] for total in totals) for part in PARTS}
+    stretches = [lane.stretches for lane in story.lanes.values() if len(lane)]
+    seconds = max(s[-1, 1] for s in stretches) - min(s[0, 0] for s in stretches) if stretches else 0.0
+    made = samples or steps
+    rate = made / float(seconds) if seconds > 0 else 0.0
+    alone = made / split[PARTS[0]] if split[PARTS[0]] else 0.0
+    unit = "samples" if samples or not steps else "steps"
+    return Overall(len(totals), float(seconds), rate, unit, split, rate / alone if alone else 0.0)

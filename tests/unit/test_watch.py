@@ -1,0 +1,281 @@
+"""Runs drawn and compared: what the lines, speed-ups and tables say, from rows that the tests write."""
+
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from maniple.errors import InvalidArgument
+from maniple.watch import overlay, report
+from maniple.watch.compare import cells, differences, settle_target, summarize
+from maniple.watch.course import course, running_mean
+from maniple.watch.plot import draw, shortened
+from maniple.watch.runs import check_value, open_runs
+from tests.unit.engines import engine
+from tests.written import T0, Written
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes the folder of a run of so many workers that trained for 10 s; `rate` is of one of them."""
+
+    def make(name="run", workers=1, rate=10, rule="EASGD(alpha='auto')", losses=(4.0, 3.0, 2.0, 1.0), **asked):
+        written = Written(tmp_path / name)
+        written.folder.describe(asked={"workers": workers, "rule": None, **asked}, exit_code=0, versions={"numpy": "2"})
+        for rank in range(workers):
+            written.row(rank, "join", 0)
+            written.row(rank, "share", 0, rule=rule, pace="Every(10)", wire="float32")
+            written.row(rank, "sampler", 0, size=50, validation=False)
+            for i, loss in enumerate(losses):
+                written.row(rank, "log", 2.0 * (i + 1), step=i, loss=loss)
+            written.progress(rank, 10, step=10, samples=10 * rate, exchange=1.0, data=0.5, staleness=2.0, ages=[0, 1])
+        return written
+
+    return make
+
+
+def opened(*written, value="loss"):
+    return open_runs([one.folder.path for one in written], value)
+
+
+# The course of a value
+
+
+def test_a_running_mean_is_that_of_the_last_values():
+    ys = np.array([4.0, 2.0, 6.0, 0.0])
+    assert running_mean(ys, 2).tolist() == [4.0, 3.0, 4.0, 3.0]
+    assert running_mean(ys, 1).tolist() == ys.tolist()
+    assert running_mean(ys, 10).tolist() == [4.0, 3.0, 4.0, 3.0]
+    assert running_mean(ys[:0], 3).tolist() == []
+
+
+def test_one_huge_value_does_not_spoil_the_mean_of_those_after_it():
+    ys = np.array([1.0, 1e300, *[1.0] * 50])
+    assert running_mean(ys, 5)[10:].tolist() == [1.0] * 42
+
+
+def test_the_course_is_the_mean_over_the_workers_of_what_each_told_last(make):
+    written = Written(make().folder.path.parent / "two")
+    for rank, at, loss in ((0, 1, 8.0), (1, 2, 4.0), (0, 3, 6.0), (1, 4, 2.0)):
+        written.row(rank, "log", at, step=0, loss=loss)
+    whole = course(opened(written)[0].story, "loss", window=1)
+    assert (whole.xs - T0).tolist() == [1, 2, 3, 4]
+    assert whole.ys.tolist() == [8.0, 6.0, 5.0, 4.0]
+    assert course(opened(written)[0].story, "loss", window=2).ys.tolist() == [8.0, 6.0, 5.5, 5.0]
+
+
+def test_a_dead_worker_does_not_count_until_it_is_back(make):
+    written = Written(make().folder.path.parent / "died")
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.row(rank, "log", 1, step=0, loss=8.0 * (rank + 1))
+    written.row("host", "exit", 2, worker=1, exit_code=-9, died=True)
+    written.row(0, "log", 3, step=1, loss=4.0)
+    written.row("host", "started", 4, worker=1)
+    written.row(1, "log", 5, step=0, loss=2.0)
+    assert course(opened(written)[0].story, "loss", window=1).ys.tolist() == [12.0, 4.0, 3.0]
+
+
+def test_where_the_center_was_looked_at_it_is_the_course(make):
+    written = make()
+    written.row(0, "log", 3, step=1, loss=0.5, center=True)
+    whole = course(opened(written)[0].story, "loss")
+    assert (whole.is_center, whole.ys.tolist()) == (True, [0.5])
+
+
+def test_a_target_is_reached_from_the_side_from_which_the_value_comes(make):
+    falls, rises = make("falls"), make("rises", losses=(0.1, 0.5, 0.9))
+    runs = opened(falls, rises)
+    assert settle_target(runs, "loss", 2.0, None).falling
+    assert not settle_target(runs[1:], "loss", 0.5, None).falling
+    assert course(runs[0].story, "loss", window=1).reaches(2.0, falling=True) == T0 + 6
+    assert course(runs[1].story, "loss", window=1).reaches(0.5, falling=False) == T0 + 4
+    assert course(runs[0].story, "loss", window=1).reaches(0.5, falling=True) is None
+
+
+# Lines on one clock
+
+
+def test_lines_begin_when_the_first_worker_does_and_have_each_worker_and_their_mean(make):
+    runs = opened(make("one"), make("two", workers=2))
+    lines = overlay.lines(runs, "loss", window=1)
+    assert [(line.run, line.who, line.is_strong) for line in lines] == [
+        (0, "worker 0", False), (0, "running mean", True),
+        (1, "worker 0", False), (1, "worker 1", False), (1, "mean of the workers", True),
+    ]  # fmt: skip
+    assert all(line.xs.tolist() == [2.0, 4.0, 6.0, 8.0] for line in lines)
+    samples = overlay.lines(runs, "loss", against="samples", window=1)
+    assert [samples[i].xs.tolist() for i in (0, 4)] == [[20, 40, 60, 80], [40, 80, 120, 160]]
+    assert overlay.lines(runs, "loss", against="epochs")[0].xs.tolist() == pytest.approx([0.4, 0.8, 1.2, 1.6])
+
+
+def test_long_lines_are_short_and_keep_their_peaks(make, monkeypatch):
+    monkeypatch.setattr(overlay, "_POINTS", 200)
+    losses = [float(i % 7) for i in range(3000)]
+    losses[1500] = 99.0
+    thin, strong = overlay.lines(opened(make(losses=losses)), "loss", window=1)
+    assert len(thin.xs) <= 202 and len(strong.xs) == 3000
+    assert thin.ys.max() == 99.0
+
+
+def test_runs_that_count_no_samples_are_drawn_against_time_only(make):
+    runs = opened(make("counted"), make("uncounted", rate=0))
+    assert overlay.known_axes(runs) == ["time"]
+    assert overlay.known_axes(runs[:1]) == ["time", "samples", "epochs"]
+    with pytest.raises(InvalidArgument, match="uncounted cannot be drawn against samples: none were counted"):
+        overlay.check_axis(runs, "samples")
+
+
+def test_hours_are_not_told_in_seconds(make):
+    written = make()
+    assert overlay.time_unit(opened(written)) == (1.0, "seconds")
+    written.row(0, "log", 20_000, step=9, loss=0.5)
+    assert overlay.time_unit(opened(written)) == (3600.0, "hours")
+
+
+# Speed-ups
+
+
+def test_speed_ups_are_over_the_fastest_run_with_one_worker(make):
+    runs = opened(
+        make("slow", rate=5), make("one", rate=10), make("two", workers=2, rate=9),
+        make("bsp", workers=4, rate=8, rule="BSP()"),
+    )  # fmt: skip
+    assert overlay.baseline(runs).name == "one"
+    curves = {one.rule: (one.workers, pytest.approx(one.times)) for one in overlay.speedups(runs)}
+    assert curves == {"easgd": ([1, 1, 2], [0.5, 1.0, 1.8]), "bsp": ([1, 4], [1.0, 3.2])}
+
+
+def test_without_a_run_of_one_worker_the_smallest_is_the_baseline_and_it_is_said(make):
+    runs = opened(make("two", workers=2), make("four", workers=4))
+    assert overlay.baseline(runs).words == "2 workers, as no run with one was given"
+    assert overlay.speedups(runs)[0].times == pytest.approx([1.0, 2.0])
+
+
+def test_runs_of_equal_size_or_that_count_different_things_have_no_speed_up(make):
+    assert overlay.speedups(opened(make("a"), make("b"))) == []
+    assert overlay.speedups(opened(make("c"), make("d", workers=2, rate=0))) == []
+
+
+def test_shares_of_time_add_up(make):
+    (run,) = opened(make())
+    assert overlay.shares(run) == pytest.approx({"compute": 0.85, "exchange": 0.1, "data": 0.05, "others": 0.0})
+
+
+# Tables
+
+
+def test_a_summary_has_the_numbers_of_a_run(make):
+    runs = opened(make("one"), make("two", workers=2, rate=9))
+    target = settle_target(runs, "loss", 2.0, None, window=1)
+    one, two = summarize(runs, "loss", target=target, window=1)
+    assert (two.workers, two.rule, two.rate, two.speedup, two.is_estimate) == (2, "easgd", 18.0, 1.8, False)
+    assert (two.sync_share, two.staleness, two.final, two.final_of, two.exit_code) == (
+        pytest.approx(0.1), 2.0, 1.0, "workers", 0,
+    )  # fmt: skip
+    assert (one.target_s, one.target_samples, two.target_samples) == (6.0, 60.0, 108.0)
+    assert two.target_speedup == 1.0
+    words = cells(two, "loss", target)
+    assert (words["speed-up"], words["time to loss at or below 2"], words["last loss"]) == (
+        "1.80",
+        "6.0 s",
+        "1 (workers)",
+    )
+
+
+def test_a_speed_up_without_a_run_of_one_worker_is_called_an_estimate(make):
+    (two,) = summarize(opened(make(workers=2)), "loss")
+    assert two.is_estimate and two.speedup == pytest.approx(1.7)
+    assert cells(two, "loss", None)["speed-up"] == "1.70 (estimate)"
+
+
+def test_what_never_happened_is_not_made_up(make):
+    written = make()
+    written.row(0, "log", 9, step=5, loss="nan")
+    runs = opened(written)
+    (one,) = summarize(runs, "loss", target=settle_target(runs, "loss", 0.0, None), window=1)
+    assert (one.target_s, one.not_finite) == (None, 1)
+    assert cells(one, "loss", None)["last loss"] == "1 (workers, 1 not finite)"
+    (other,) = summarize(runs, "unknown")
+    assert other.final is None and json.dumps(other.as_row())
+
+
+def test_settings_that_differ_are_listed_and_others_not(make):
+    same = {"args": ["--lr", "0.1"], "patience": 0}
+    first = make("a", seed=0, script="x.py", **same)
+    runs = opened(first, make("b", workers=2, seed=1, script="y.py", rule="BSP()", **same))
+    assert differences(runs) == {
+        "workers": [1, 2], "seed": [0, 1], "script": ["x.py", "y.py"], "rule": ["EASGD(alpha='auto')", "BSP()"],
+    }  # fmt: skip
+
+
+# Names and refusals
+
+
+def test_runs_of_the_same_name_are_told_apart(make):
+    assert [run.name for run in opened(make("a/run"), make("b/run"), make("c"))] == ["a/run", "b/run", "c"]
+
+
+def test_a_value_that_was_not_logged_is_refused_with_those_that_were(make):
+    runs = opened(make())
+    check_value(runs, "loss")
+    with pytest.raises(InvalidArgument, match=r"nothing by the name 'losss' .* There are: loss. Did you mean 'loss'?"):
+        check_value(runs, "losss")
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match="is no run folder: it has no events"):
+        open_runs([tmp_path], "loss")
+    (tmp_path / "events").mkdir()
+    with pytest.raises(InvalidArgument, match="has no rows yet"):
+        open_runs([tmp_path], "loss")
+
+
+def test_a_picture_that_cannot_be_made_is_refused_with_what_to_do(make, tmp_path, monkeypatch):
+    runs = opened(make())
+    if "matplotlib" in sys.modules or engine("matplotlib"):
+        with pytest.raises(InvalidArgument, match=r"nowhere/x.png cannot be written: No such file or directory"):
+            draw(runs, tmp_path / "nowhere/x.png")
+    with pytest.raises(InvalidArgument, match=r"nowhere/x.html cannot be written: No such file or directory"):
+        report.write(runs, tmp_path / "nowhere/x.html")
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidArgument, match=r"plotly is not installed. `pip install 'maniple\[plot\]'`"):
+        report.write(runs, tmp_path / "x.html")
+
+
+def test_names_are_drawn_as_they_are_whatever_signs_they_have(make, tmp_path):
+    engine("matplotlib")
+    draw(opened(make("_$\\frac{"), make("<b>&amp; " + "x" * 150, workers=2)), tmp_path / "x.svg", value="loss")
+    drawing = (tmp_path / "x.svg").read_text()
+    assert "_$\\frac{, 1 worker (running mean)" in drawing and "&lt;b&gt;&amp;amp; xxx" in drawing
+
+
+def test_long_names_lose_their_middle():
+    assert shortened("short") == "short"
+    assert len(shortened("x" * 200)) <= 44 and "…" in shortened("x" * 200)
+
+
+# The report
+
+
+def test_a_report_holds_everything_and_no_name_can_break_out_of_it(make, tmp_path):
+    engine("plotly")
+    written = make("<b>", script="<script>alert(1)</script>")
+    report.write(opened(written, make("two", workers=2)), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r"^const told = (.*);$", page, re.M)[1])
+    assert [run["name"] for run in data["runs"]] == ["<b>", "two"]
+    assert data["lines"][1]["x"] == {"time": [2, 4, 6, 8], "samples": [20, 40, 60, 80], "epochs": [0.4, 0.8, 1.2, 1.6]}
+    assert data["speedups"][0]["times"] == [1.0, 2.0]
+    assert page.count("<script>") == page.count("</script>") == 2
+
+
+def test_numbers_of_a_page_are_rounded_and_stay_what_they_are():
+    values = np.array([0.0, 1.23456789, -1e-9, 1e12, 1e300, 5e-324])
+    assert report._rounded(values)[:2] == [0.0, 1.23457]
+    assert all(
+        math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-300) for a, b in zip(report._rounded(values), values, strict=True)
+    )
