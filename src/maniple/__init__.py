@@ -3,13 +3,14 @@
 The layers; a row imports only rows below it, and names split by `|` do not import each other:
 
     cli                            the command
-    session | pool | doctor        settings from files and variables; workers of a program that stays serial; what would
-                                   keep a run from working
+    session | pool | doctor | watch  settings from files and variables; workers of a program that stays serial; what
+                                   would keep a run from working; a run seen and steered from elsewhere
     launch                         starts workers and looks after them
     controller | model             answers the workers' questions; trains a class of the user's own
     host | worker                  the owner of a run; a process that trains
-    client | sampler | decisions | feed | circle  named arrays at a host; which samples a worker takes; train, validate
-                                   or stop; batches that others make; the workers as equals
+    client | sampler | decisions | changes | feed | circle  named arrays at a host; which samples a worker takes; train,
+                                   validate or stop; settings that a person changes meanwhile; batches that others make;
+                                   the workers as equals
     center                         the shared parameters
     rules | pace | schedules | wire | adapters | story  what an exchange does, when it is due, learning rates, how
                                    processes talk, models as flat arrays, what became of a run

@@ -7,9 +7,11 @@ A pace is asked after each step and told about each exchange:
     exchanged(cost_s, size_bytes)
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Protocol
 
-from maniple.errors import InvalidArgument
+from maniple.errors import Conflict, InvalidArgument
 
 _DECAY = 0.2  # the weight of the newest cost in the estimate of the next one
 
@@ -83,6 +85,14 @@ class RateLimit:
         self._cost_s = 0.0
         self._sent_bytes = 0
         self._next_bytes = 0
+        self._begin: float | None = 0.0  # from when on time counts; None: from the next question on
+
+    def again(self, maximum_rate: float) -> "RateLimit":
+        """Another share, of the time from the next question on: what was spent before counts no more."""
+        other = RateLimit(maximum_rate, bytes_per_s=self.bytes_per_s)
+        other.expect(self._cost_s, self._next_bytes)
+        other._begin = None
+        return other
 
     def expect(self, cost_s: float, size_bytes: int) -> None:
         """A first guess, without which the very first exchange would come at once and break the limit."""
@@ -93,6 +103,8 @@ class RateLimit:
         """One more exchange would keep the share."""
         if steps < 1:
             return False
+        self._begin = now if self._begin is None else self._begin
+        now -= self._begin
         if self._spent_s + self._cost_s > self.maximum_rate * (now + self._cost_s):
             return False
         return self.bytes_per_s is None or self._sent_bytes + self._next_bytes <= self.bytes_per_s * now
@@ -126,3 +138,17 @@ def parse_pace(text: str) -> Pace:
     except ValueError as error:
         raise InvalidArgument(f"the pace {text!r} cannot be read: {error}") from None
     raise InvalidArgument(f"the pace {text!r} cannot be read. Write every:10 or rate:0.25.")
+
+
+def change_pace(pace: Pace, wish: Mapping[str, Any]) -> Pace:
+    """The pace that a person wishes while training goes on, `every` or `maximum_rate`; without a wish, the same one."""
+    if len(wish) > 1:
+        raise Conflict(f"{' and '.join(sorted(wish))} are two kinds of pace. Give one of them.")
+    if "every" in wish:
+        return Every(wish["every"])
+    if "maximum_rate" not in wish:
+        return pace
+    share = wish["maximum_rate"]
+    if isinstance(share, bool) or not isinstance(share, Real):
+        raise InvalidArgument(f"maximum_rate={share!r} is no share of time. Write maximum_rate=0.1.")
+    return (pace if isinstance(pace, RateLimit) else RateLimit()).again(float(share))

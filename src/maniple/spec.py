@@ -51,4 +51,5 @@ _EXAMPLES = {
     "--controller-arg": "patience=5",
     "--model": "models/net.py:Net",
     "--model-arg": "lr=0.1",
+    "maniple change": "alpha=0.3",
 }

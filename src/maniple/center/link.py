@@ -19,7 +19,7 @@ from maniple.place import Place
 from maniple.wire.address import Address
 from maniple.wire.messages import Message, Refusal, Welcome
 from maniple.wire.posted import Posted
-from maniple.wire.proof import introduce
+from maniple.wire.proof import HALF_OPEN_S, introduce
 from maniple.wire.stream import TIMEOUT_S, Stream, connect
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Door:
 
 
 class Link:
-    """A connection in one role, "data" or "control"."""
+    """A connection in one role: "data", "control" and so on."""
 
     def __init__(
         self,
@@ -72,6 +72,8 @@ class Link:
         *,
         lineage: str | None = None,
         timeout_s: float = TIMEOUT_S,
+        connect_s: float = _CONNECT_S,
+        greeting_s: float = HALF_OPEN_S,
         may_try: Callable[[], bool] = lambda: True,
         on_restored: Callable[[Welcome], None] = lambda _: None,
     ) -> None:
@@ -81,6 +83,7 @@ class Link:
         self.unsettled: list[Callable[[], list[int]]] = []  # questions that a lost host has left open
         self._pid = os.getpid()
         self._door, self._role, self._timeout_s = door, role, timeout_s
+        self._connect_s, self._greeting_s = connect_s, greeting_s
         self._address = door.address  # the last one that was tried
         self._may_try, self._on_restored = may_try, on_restored
         self._stream: Stream | None = None
@@ -151,11 +154,11 @@ class Link:
 
     def _connect(self) -> Stream:
         self._address = self._door.newest
-        stream = connect(self._address, timeout_s=_CONNECT_S, tls=self._door.tls)
+        stream = connect(self._address, timeout_s=self._connect_s, tls=self._door.tls)
         try:
-            stream.set_timeout(_CONNECT_S)
+            stream.set_timeout(self._connect_s)
             try:
-                welcome = introduce(stream, self._door.token, self._role, self._door.worker)
+                welcome = introduce(stream, self._door.token, self._role, self._door.worker, timeout_s=self._greeting_s)
             except ConnectionError as error:
                 hint = "" if self._door.tls else " (if the host encrypts, give its certificate: --certificate)"
                 raise ConnectionError(f"{error}{hint}") from None

@@ -3,7 +3,9 @@
 /dev/shm/maniple-<lineage>/host      JSON: pid and run folder; locked for as long as the host lives
                            members   one byte per rank: never, live, left or dead; how often each rank was taken
                            node      the workers' own lock
-                           host.sock where the workers of this machine reach the controller
+                           host.sock where the workers of this machine reach the controller; host.json and token beside
+                                     it, of a host that does not listen to other machines
+                           saving    how many snapshots are kept; locked by who writes one
                            controller  JSON: what the controller knows
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on

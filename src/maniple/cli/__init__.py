@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 import maniple
+from maniple.cli.change import change
 from maniple.cli.doctor import doctor, warn_early
 from maniple.cli.host import host
 from maniple.cli.job import job_from
@@ -37,6 +38,7 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
+      maniple change runs/last alpha=0.3              other settings for a run that goes on
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """
@@ -160,6 +162,7 @@ def _start(job: Job) -> NoReturn:
     sys.exit(run_local(job))
 
 
+cli.add_command(change)
 cli.add_command(doctor)
 cli.add_command(host)
 cli.add_command(join)

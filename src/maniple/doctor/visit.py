@@ -15,8 +15,8 @@ import msgspec
 from maniple.doctor.case import Case
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, NotAdmitted
 from maniple.host.examined import MAX_ECHO_BYTES
-from maniple.host.reach import reach
-from maniple.place import Place, find
+from maniple.host.reach import reach, with_token
+from maniple.place import Place
 from maniple.wire.address import Address
 from maniple.wire.examination import Echo, Examine, Examined
 from maniple.wire.messages import Hello
@@ -79,9 +79,7 @@ def _visit(case: Case) -> Visit:
 def place_of(case: Case) -> Place:
     """How to reach the host; InvalidArgument if what was given cannot be used."""
     assert case.host is not None
-    place = reach(case.host, case.token_file, case.certificate)
-    told = find(address=place.address)  # the token may stand in the environment
-    return place.told(token=place.token or told.token, certificate=place.certificate or told.certificate)
+    return with_token(reach(case.host, case.token_file, case.certificate))
 
 
 def _reached(came: Visit, wait_s: float) -> socket.socket | None:

@@ -99,6 +99,6 @@ class Control:
             if is_over():
                 stream.send(Refusal("RunOver", "the run has ended"))
                 return
-            stream.send(Beaten(self._members.live, within_s, reason))
+            stream.send(Beaten(self._members.live, within_s, reason, self._desk.changes))
             if beat.is_last:
                 return

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from maniple.center.segment import MAX_WORKERS, Segment
+from maniple.center.segment import MAX_WORKERS, Segment, refusal
+from maniple.changes import Changes
 from maniple.decisions import Decisions, Holder, Known
 from maniple.errors import BadFrame, HandlerFailed, ManipleError, WaitedTooLong, raise_remote
 from maniple.host.best import Best
@@ -29,6 +30,7 @@ from maniple.wire.plain import plain
 _FILE = "controller"
 _RESERVED = "maniple-"
 _KEEP_EVERY_S = 1.0  # the workers' counts, which they tell again
+_PATIENCE_S = 30.0  # for a controller that is answering
 _BEAT_COST_S = 0.001  # so that a crowd near its limit does not keep the host from its work
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class Minutes(msgspec.Struct):
     answered: dict[
         str, tuple[int, str, msgspec.Raw]
     ] = {}  # by worker: its last question, the kind of error, the answer
+    changes: Changes = msgspec.field(default_factory=Changes)
 
     @classmethod
     def read(cls, segment: Path) -> "Minutes":
@@ -76,6 +79,7 @@ class Desk:
         self._minutes = Minutes.read(segment.path)
         self._outlook = (1.0, self._minutes.known.reason)  # when to hear of a worker again, and why it should stop
         self._kept = 0.0
+        self.changes = self._minutes.changes.text  # what a person has changed, for those who beat
         if self._minutes.state:
             controller.state = self._minutes.state
         controller.decisions = Decisions(limits, self._minutes.known)
@@ -121,6 +125,24 @@ class Desk:
             finally:
                 self._lock.release()
         return self._outlook
+
+    def change(self, settings: Mapping[str, Any]) -> Changes:
+        """Settings that hold for all workers from now on: written down before they hear of them."""
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            raise WaitedTooLong(
+                f"the controller has been answering a question for {_PATIENCE_S:g} s, so nothing is changed. Ask again."
+            )
+        before = self._minutes.changes
+        try:
+            self._minutes.changes = changes = before.add(settings)
+            self._minutes.write(self._segment.path)
+            self.changes = changes.text
+        except OSError as error:
+            self._minutes.changes = before
+            raise refusal(self._segment.path, error) from error
+        finally:
+            self._lock.release()
+        return changes
 
     def answer(self, worker: str, question: Request, info: Any) -> bytes:
         """The answer to a question, as JSON."""

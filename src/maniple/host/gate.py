@@ -2,7 +2,8 @@
 
 A worker that comes while the server is being started again waits in the sockets' queue. Address and token of a host
 that listens to other machines are written to the run folder, from which a successor takes them. A host that does not
-listen to others has a socket in its segment, for the workers of this machine.
+listen to others has a socket in its segment, for the workers of this machine and for its owner, who may watch it:
+address and token lie beside it, where nobody else can read.
 """
 
 import os
@@ -61,16 +62,16 @@ class Gate:
         unsay_over(host.segment.path)
         self.address: Address | None = None
         self.sockets: list[socket.socket] = []
-        self.unix = self._open_unix(host.folder.path if listen else host.segment.path)
+        home = host.folder.path if listen else host.segment.path
+        self.unix = self._open_unix(home)
         if listen is not None:
-            self.address = self._open_tcp(listen.address, _known(host.folder))
-            self.place = place.told(
-                address=str(self.unix or self.address), token=_token(host.folder), **_certificate(host.folder, listen)
-            )
-            self._describe()
+            tcp = self.address = self._open_tcp(listen.address, _known(host.folder))
+            place = place.told(**_certificate(host.folder, listen))
+            (host.segment.path / FILE).unlink(missing_ok=True)  # of one before it that did not listen
         else:
-            here = self.unix or self._open_tcp(Address(), None)
-            self.place = place.told(address=str(here), token=fresh_token())
+            tcp = Address() if self.unix else self._open_tcp(Address(), None)
+        self.place = place.told(address=str(self.unix or tcp), token=_token(home))
+        self._describe(home, tcp)
 
     @property
     def public(self) -> Address:
@@ -109,12 +110,11 @@ class Gate:
             ) from None
         return Address(address.host, self.sockets[-1].getsockname()[1])
 
-    def _describe(self) -> None:
-        assert self.address is not None
+    def _describe(self, home: Path, tcp: Address) -> None:
         posted = Posted(
-            host=self.address.host,
-            port=self.address.port,
-            address=str(self.public),
+            host=tcp.host,
+            port=tcp.port,
+            address=str(self.public if self.address else tcp),
             unix=str(self.unix) if self.unix else None,
             certificate=str(self.place.certificate) if self.place.certificate else None,
             key=str(self.place.key) if self.place.key else None,
@@ -123,16 +123,16 @@ class Gate:
             pid=os.getpid(),
             segment=str(self._host.segment.path),
         )
-        write_json(self._host.folder.path / FILE, msgspec.to_builtins(posted))
+        write_json(home / FILE, msgspec.to_builtins(posted))
 
 
 def _known(folder: Folder) -> Posted | None:
     return Posted.read(folder.path / FILE)
 
 
-def _token(folder: Folder) -> str:
-    """The run's token: that of its folder, or a fresh one, in a file that only its owner can read."""
-    path = folder.path / "token"
+def _token(home: Path) -> str:
+    """The run's token: the one that is there, or a fresh one, in a file that only its owner can read."""
+    path = home / "token"
     if path.exists():
         return path.read_text().strip()
     token = fresh_token()

@@ -2,7 +2,6 @@
 
 import platform
 import secrets
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,14 +15,13 @@ from maniple.center.snapshot import (
     Manifest,
     check_snapshot,
     newest_snapshot,
-    prune,
     snapshots,
 )
 from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.keeping import begin_again, find_again, keep, unfinished
+from maniple.host.keeping import begin_again, find_again, keep, save, set_most, unfinished
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 from maniple.record.versions import versions
@@ -39,12 +37,11 @@ class Host:
         self.news: list[str] = []  # what the person who started it should know
         self.salvaged: list[Path] = []
         self.unfinished = 0  # samples that were handed out and not done when the run ended
-        self._most = most  # snapshots kept
+        set_most(segment, most)
         self._is_adopted = False
         self.is_prepared = False  # the folder is not its own to remove
         self._restored = Restored.read(segment.path)
         self._joined: set[int] = set()
-        self._saving = threading.Lock()
         self.events = Events(folder.events("host"))
         self.events.write("start", lineage=lineage, restored=self._restored.count, **asked)
 
@@ -186,13 +183,11 @@ class Host:
 
     def save(self) -> Path | None:
         """Write a snapshot to the run folder, and remove all but the newest few; None if there is no center yet."""
-        with self._saving:
-            begin = time.perf_counter()
-            path = keep(self.segment, self.folder, self.lineage, self._restored)
-            if path is not None:
-                prune(self.folder.center, self._most)
-                self.events.write("snapshot", name=path.name, duration=time.perf_counter() - begin)
-            return path
+        begin = time.perf_counter()
+        path = save(self.segment, self.folder, self.lineage, self._restored)
+        if path is not None:
+            self.events.write("snapshot", name=path.name, duration=time.perf_counter() - begin)
+        return path
 
     def abandon(self) -> None:
         """Undo the beginning of a run that cannot go on; what was there before stays."""

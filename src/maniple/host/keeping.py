@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from maniple.center.locks import held
 from maniple.center.segment import Segment
-from maniple.center.snapshot import Manifest, restore, write_snapshot
+from maniple.center.snapshot import Manifest, prune, restore, write_snapshot
 from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
@@ -18,6 +19,26 @@ from maniple.sampler import table
 from maniple.sampler.lease import Unfinished
 
 _LEASES, _CONTROLLER = "leases", "controller"
+_SAVING = "saving"
+_SAVING_S = 600.0  # for another who writes a large center to a slow disk
+
+
+def set_most(segment: Segment, most: int) -> None:
+    """So many of the newest snapshots are to be kept."""
+    (segment.path / _SAVING).write_text(str(most))
+
+
+def save(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> Path | None:
+    """Write the next snapshot, and remove all but the newest few; None if there is no center yet.
+
+    Host and server may both be asked to: one comes after the other.
+    """
+    path = segment.path / _SAVING
+    with held(path, timeout_s=_SAVING_S, what="another snapshot to be written"):
+        saved = keep(segment, folder, lineage, restored)
+        if saved is not None and (most := path.read_text()):
+            prune(folder.center, int(most))
+    return saved
 
 
 def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, name: str | None = None) -> Path | None:
@@ -57,6 +78,13 @@ def begin_again(segment: Segment) -> None:
     """The run goes on: the controller's reason to stop holds no longer."""
     minutes = Minutes.read(segment.path)
     minutes.known.begin_again()
+    minutes.write(segment.path)
+
+
+def forget_changes(segment: Segment, *, rule: bool, pace: bool) -> None:
+    """Somebody has said anew what the rule or the pace is to be: what was changed before holds no longer."""
+    minutes = Minutes.read(segment.path)
+    minutes.changes = minutes.changes.without(rule=rule, pace=pace)
     minutes.write(segment.path)
 
 

@@ -2,9 +2,11 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
+from maniple.center.segment import is_guarded, segment_path
 from maniple.errors import InvalidArgument
-from maniple.place import Place
+from maniple.place import Place, find, shared_memory
 from maniple.record import Folder
 from maniple.wire.address import Address
 from maniple.wire.posted import FILE, Posted
@@ -28,6 +30,47 @@ def reach(host: str, token_file: Path | None, certificate: Path | None, wait_s: 
         ) from None
     certificate = certificate or (Path(posted.certificate) if posted.certificate else None)
     return Place(address=str(posted.nearest), token=token, certificate=certificate, host_file=(folder / FILE).resolve())
+
+
+def reach_to_watch(host: str, token_file: Path | None = None, certificate: Path | None = None) -> Place:
+    """The place of one who wants to watch a run or to steer it, also one of this machine that listens to no other."""
+    folder = Path(host)
+    if folder.is_dir():
+        about = Folder(folder).read()
+        segment = segment_path(shared_memory(), str(about.get("lineage")))
+        posted = Posted.read(segment / FILE)
+        if posted is not None and is_guarded(segment):
+            token = (segment / "token").read_text().strip()
+            return Place(address=str(posted.nearest), token=token, host_file=segment / FILE)
+        _mind_absence(folder, about)
+    return with_token(reach(host, token_file, certificate))
+
+
+def with_token(place: Place) -> Place:
+    """A place with the token and the certificate of the environment, where no others were given."""
+    told = find(address=place.address)
+    return place.told(token=place.token or told.token, certificate=place.certificate or told.certificate)
+
+
+def _mind_absence(folder: Path, about: dict[str, Any]) -> None:
+    """Raise InvalidArgument if the run in `folder` has no host that could be reached from here."""
+    if not about:
+        raise InvalidArgument(f"{folder} is no run folder: it has no run.json. Give runs/NAME, runs/last or HOST:PORT.")
+    if about.get("exit_code") is not None:
+        raise InvalidArgument(
+            f"the run {folder} has ended with exit code {about['exit_code']}: nobody is there any more. Give one that "
+            "goes on, or begin it again with --resume."
+        )
+    if about.get("asked", {}).get("center") == "mpi":
+        raise InvalidArgument(
+            f"the run {folder} has no host: its workers hold the center together (MANIPLE_CENTER=mpi), and nobody "
+            "takes orders. Change settings in the script, or unset MANIPLE_CENTER, so that worker 0 is the host."
+        )
+    if not (folder / FILE).exists() and not Folder(folder).is_submitted:
+        raise InvalidArgument(
+            f"the host of {folder} cannot be reached from here: it is or was on {about.get('node')}, and listens to no "
+            "other machine. Call this there, as the same user, or start runs with --listen."
+        )
 
 
 def _await_posted(folder: Path, wait_s: float) -> Posted:

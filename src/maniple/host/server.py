@@ -25,10 +25,11 @@ from maniple.host.best import Best
 from maniple.host.control import SILENCE_S, Control
 from maniple.host.desk import Controls, Desk
 from maniple.host.examined import answer_doctor
-from maniple.host.keeping import keep
+from maniple.host.keeping import keep, save
 from maniple.host.membership import Membership
 from maniple.host.restored import Restored
 from maniple.host.saving import save_as
+from maniple.host.watched import Watched
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import warm_up
@@ -71,13 +72,14 @@ class Server:
             self._folder.center,
             lambda name: keep(self._segment, self._folder, self._lineage, self._restored, name=name),
         )
-        self._control = Control(
-            place,
+        desk = Desk(controller, self._segment, self._events, place.limits, best)
+        self._control = Control(place, self._segment, self._folder, members=self._members, desk=desk, turns=self._turns)
+        self._watched = Watched(
             self._segment,
             self._folder,
-            members=self._members,
-            desk=Desk(controller, self._segment, self._events, place.limits, best),
-            turns=self._turns,
+            self._events,
+            desk,
+            lambda: save(self._segment, self._folder, self._lineage, self._restored),
         )
         self._lock = threading.Lock()
         self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
@@ -100,7 +102,7 @@ class Server:
                 warm_up(["float32", "float64"])
             self._over.wait()
             deadline = time.monotonic() + _GOODBYE_S
-            while self._control.count and time.monotonic() < deadline:
+            while (self._control.count or self._watched.count) and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def end(self) -> None:
@@ -177,6 +179,9 @@ class Server:
             return
         if proof.role == "doctor":
             answer_doctor(stream, self._segment)
+            return
+        if proof.role == "watch":
+            self._watched.attend(stream, self._over.is_set)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from maniple.host import Host
+from maniple.host.keeping import forget_changes
 from maniple.launch.job import Job
 from maniple.launch.meeting import meeting_point
 from maniple.launch.memory import remembered
@@ -13,12 +14,13 @@ from maniple.record.folder import fresh_name
 def begin(job: Job) -> tuple[Job, Host]:
     """The host of `job`, and the job as it is to be done."""
     if (run := job.resume) is not None:
+        is_said = {"rule": job.rule is not None, "pace": job.pace is not None}
         job = remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.
         falls_back = job.script is None
-        return job, Host.resume(
-            shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep
-        )
+        host = Host.resume(shared_memory(), run, job.asked(), which=job.snapshot, falls_back=falls_back, most=job.keep)
+        forget_changes(host.segment, **is_said)
+        return job, host
     name = job.name or fresh_name(job.runs, job.script or Path("host"))
     return job, Host.start(shared_memory(), job.runs, name, job.asked(), most=job.keep, arrays=job.arrays)
 

@@ -1,6 +1,8 @@
 """The rules: what an exchange does. Pure maths on flat arrays: no process, no clock, no framework."""
 
+import ast
 import difflib
+import re
 
 from maniple.errors import InvalidArgument
 from maniple.rules.asgd import ASGD
@@ -8,9 +10,23 @@ from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
 from maniple.rules.kernels import warm_up
-from maniple.rules.rule import Rule, settings_of
+from maniple.rules.rule import Rule, changed, settings_of
 
-__all__ = ["ASGD", "BSP", "EASGD", "RULES", "Downpour", "LocalSGD", "MSync", "Rule", "parse_rule", "warm_up"]
+__all__ = [
+    "ASGD",
+    "BSP",
+    "EASGD",
+    "RULES",
+    "Downpour",
+    "LocalSGD",
+    "MSync",
+    "Rule",
+    "changed",
+    "noted_rule",
+    "parse_rule",
+    "settings_of",
+    "warm_up",
+]
 
 RULES: dict[str, type[Rule]] = {
     "easgd": EASGD,
@@ -44,6 +60,19 @@ def parse_rule(text: str) -> Rule:
             f"--rule {text} sets {', '.join(values)}, but {name} has {', '.join(known)}. "
             f"Write for instance {name}:{known[0]}={getattr(kind(), known[0])}."
         ) from None
+
+
+def noted_rule(note: str) -> Rule | None:
+    """The rule that a `repr` tells of, but for a schedule in it; None for a class of the user's own."""
+    name, _, settings = note.partition("(")
+    kind = next((kind for kind in RULES.values() if kind.__name__ == name), None)
+    if kind is None:
+        return None
+    told = re.findall(rf"\b({'|'.join(settings_of(kind))})=([\d.e+-]+|'\w+'|None|True|False)", settings)
+    try:
+        return kind(**{key: ast.literal_eval(value) for key, value in told})
+    except (ValueError, SyntaxError, TypeError):  # another class of that name
+        return None
 
 
 def _value(text: str) -> float | str | bool:

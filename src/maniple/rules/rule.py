@@ -1,6 +1,7 @@
 """A rule: what an exchange between a replica and the center does. Maths only."""
 
 import inspect
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -82,6 +83,18 @@ class Rule:
 def settings_of(rule: type[Rule]) -> list[str]:
     """The names of a rule's settings."""
     return list(inspect.signature(rule).parameters)
+
+
+def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
+    """A rule like `rule`, made with other settings; an error if training cannot go on with it."""
+    known = {name: getattr(rule, name) for name in settings_of(type(rule)) if hasattr(rule, name)}
+    made = type(rule)(**known | dict(settings))
+    if made.meets != rule.meets or made.memory != rule.memory:
+        raise InvalidArgument(
+            f"{made!r} cannot take the place of {rule!r} while training goes on: it meets elsewhere, or keeps "
+            "something else. Start a run with it."
+        )
+    return made
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:

@@ -7,11 +7,13 @@ control             Join, Joined, Beat, Beaten
 ask                 Request, Reply
 feed                those of `batches`
 doctor              those of `examination`
+watch               those of `watching`
 """
 
 from maniple.wire.batches import FeedMessage
 from maniple.wire.examination import DoctorMessage
 from maniple.wire.said import Said
+from maniple.wire.watching import WatchMessage
 
 
 class Hello(Said, frozen=True, tag=1):
@@ -216,11 +218,13 @@ class Beat(Said, frozen=True, tag=42):
 
 
 class Beaten(Said, frozen=True, tag=43):
-    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop."""
+    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop.
+    Somebody has changed the settings in `changes`, as JSON."""
 
     live: int
     within_s: float = 1.0
     stop: str = ""
+    changes: str = ""
 
 
 class Request(Said, frozen=True, tag=44):
@@ -287,4 +291,5 @@ Message = (
     | Reply
     | FeedMessage
     | DoctorMessage
+    | WatchMessage
 )

@@ -18,7 +18,7 @@ from maniple.wire.messages import Hello, Proof, Refusal, Welcome
 from maniple.wire.stream import Stream
 
 HALF_OPEN_S = 5.0
-ROLES = ("data", "control", "ask", "feed", "doctor")
+ROLES = ("data", "control", "ask", "feed", "doctor", "watch")
 _NONCE_BYTES = 32
 
 

@@ -128,12 +128,12 @@ class Stream:
             self._fill(block.data, None)
             part[:] = block.view(target.dtype)
 
-    def receive_bytes(self, size: int, *, at_most: int) -> bytearray:
+    def receive_bytes(self, size: int, *, at_most: int, deadline: float | None = None) -> bytearray:
         """A small payload."""
         if size > at_most:
             raise BadFrame(f"a payload of {size} bytes is announced, where at most {at_most} may come.")
         data = bytearray(size)
-        self.receive_into(data)
+        self._fill(memoryview(data), deadline)
         return data
 
     def linger(self) -> None:

@@ -16,6 +16,7 @@ from maniple.center.job import BATCHES, FAILED, GONE, LEFT, PRESENT, SAMPLES, SA
 from maniple.center.mpi import Mpi
 from maniple.center.spread import Spread
 from maniple.center.window import MPI
+from maniple.changes import Changes
 from maniple.circle.mpi import meet, note_failure
 from maniple.contracts import Center
 from maniple.decisions import Decisions
@@ -37,6 +38,7 @@ class Among:
 
     segment = None
     is_over = False
+    changes = Changes()  # there is no host that could tell of any
 
     def __init__(self, place: Place, count: Count) -> None:
         self._count, self._decisions = count, Decisions(place.limits)

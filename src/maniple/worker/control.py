@@ -13,6 +13,7 @@ import msgspec
 
 from maniple.center.link import Door, Link, checked
 from maniple.center.tcp import insist
+from maniple.changes import Changes
 from maniple.errors import BadFrame, ManipleError
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal
 from maniple.worker.seat import Count
@@ -30,6 +31,7 @@ class Control:
         self.live = 1
         self.is_over = False  # the host has ended the run
         self.stop = ""  # why this worker should stop, once the controller has said so
+        self.changes = Changes()  # settings that a person has changed; another object when there is something new
         self.joined: Joined | None = None
         self.on_away: Callable[[], None] = lambda: None  # called when the host is found to be away
         self._who, self._count = who, count
@@ -137,4 +139,6 @@ class Control:
         if not isinstance(answer, Beaten):
             raise BadFrame("the host's beat was expected.")
         self.live, self.stop, self._within_s = answer.live, answer.stop, answer.within_s
+        if answer.changes and answer.changes != self.changes.text:
+            self.changes = Changes.read(answer.changes)
         self._under_way = []

@@ -12,6 +12,7 @@ from maniple.adapters import Adapter
 from maniple.center.link import Door, Link
 from maniple.center.locks import held
 from maniple.center.tcp import Tcp
+from maniple.changes import Changes
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -62,6 +63,11 @@ class Far:
     def stop(self) -> str:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
+
+    @property
+    def changes(self) -> Changes:
+        """Settings that a person has changed while the run goes on."""
+        return self._control.changes
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""

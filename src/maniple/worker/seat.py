@@ -12,6 +12,7 @@ from maniple.adapters import Adapter
 from maniple.center import Segment, Shared
 from maniple.center.locks import Patience, held
 from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
+from maniple.changes import Changes
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place
@@ -46,6 +47,11 @@ class Seat(Protocol):
     @property
     def stop(self) -> str:
         """Why this worker should stop, once the controller has said so."""
+        ...
+
+    @property
+    def changes(self) -> Changes:
+        """Settings that a person has changed while the run goes on; another object when there is something new."""
         ...
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]: ...
@@ -155,6 +161,11 @@ class Near:
     def stop(self) -> str:
         """Why this worker should stop, once the controller has said so."""
         return self._control.stop
+
+    @property
+    def changes(self) -> Changes:
+        """Settings that a person has changed while the run goes on."""
+        return self._control.changes
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has made it."""

@@ -21,6 +21,7 @@ from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
 from maniple.worker.asked import check_center, check_return, is_in_step, settle
+from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, staying, watch_the_end
 from maniple.worker.logged import plain
@@ -73,6 +74,7 @@ class Worker(Calls):
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
         self._stop: StopAfter | None = None
+        self._changing = Changing(self._seat, self._events)
         self._circles = Circles(place, self._seat, self._events, self.end_if_told)
         self._feeds = Feeds(place, self._events, self._is_told_to_stop)
         if not place.is_alone:
@@ -149,6 +151,7 @@ class Worker(Calls):
             )
         replica = self._replica(adapter, center, rule, pace, wire)
         replica.begin()
+        self._changing.begin(replica)
         self._replicas.append(replica)
         return replica
 
@@ -266,6 +269,7 @@ class Worker(Calls):
 
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
+        self._changing.mind(self._replicas)
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
 
