@@ -18,6 +18,7 @@ from maniple.cli.settings import model_settings, settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
+from maniple.cli.watch import watch
 from maniple.errors import ManipleError
 from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
@@ -170,6 +171,7 @@ cli.add_command(record)
 cli.add_command(submit)
 cli.add_command(status)
 cli.add_command(stop)
+cli.add_command(watch)
 
 
 def main() -> None:

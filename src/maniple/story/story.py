@@ -157,6 +157,8 @@ class Story:
             standing.join(row)
         elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
             standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind in {"share", "changed"}:
+            standing.share(row)
         elif kind == "validated":
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
