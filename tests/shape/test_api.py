@@ -82,7 +82,7 @@ def test_models_and_sessions_offer_these_members():
 
 
 SETTINGS = [
-    "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--keep", "--key",
+    "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
     "--max-batches", "--max-epochs", "--maximum-rate", "--name", "--patience", "--quiet", "--resume", "--rule",
     "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
     "--validate-every", "--wire",
@@ -146,6 +146,7 @@ SETTINGS = [
         ),
         ("status", []),
         ("stop", ["--timeout"]),
+        ("watch", ["--json", "--logs", "--once"]),
         ("record", ["--plot"]),
         ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),
         (
@@ -174,7 +175,9 @@ SETTINGS = [
     ],
 )
 def test_the_commands_have_these_options(command, options):
-    assert sorted(cli.commands) == ["doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit"]
+    assert sorted(cli.commands) == [
+        "doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit", "watch",
+    ]  # fmt: skip
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)
     assert all(p.help for p in given), "every option explains itself"

@@ -218,6 +218,15 @@ def test_time_of_the_dead_is_no_goodput(written):
     assert totals.samples_per_s == 100
 
 
+def test_a_run_that_has_ended_shows_what_it_achieved(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 2, step=10, samples=100 * (1 + rank), exchange=1.0)
+        written.row("host", "exit", 2, worker=rank, exit_code=0)
+    totals = written.story().totals()
+    assert (totals.live, totals.samples_per_s, totals.speedup) == (0, 150.0, pytest.approx(1.0))
+
+
 def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
     for rank, rounds in ((0, 7), (1, 6)):
         written.row(rank, "join", 0)

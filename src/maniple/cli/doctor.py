@@ -84,7 +84,7 @@ def doctor(
 
 def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
     """What a launcher tells before it begins. It takes a few milliseconds, and keeps nothing from being started."""
-    if job.quiet:
+    if job.quiet or job.is_json:
         return
     case = Case(workers=max(1, job.workers_per_node), runs=job.runs)
     left_out: set[str] = set()

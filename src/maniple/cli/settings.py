@@ -119,6 +119,7 @@ def settings(command: Command) -> Command:
             click.option("--certificate", type=click.Path(path_type=Path), help="Encrypt with this certificate (PEM)."),
             click.option("--key", type=click.Path(path_type=Path), help="The certificate's key (PEM)."),
             click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+            click.option("--json", "is_json", is_flag=True, help="Print what happens as lines of JSON."),
         ]
     ):
         command = option(command)

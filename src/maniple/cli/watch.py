@@ -1,14 +1,28 @@
-"""The command `maniple watch`: a run seen from elsewhere."""
+"""The command `maniple watch`: a run that somebody has started, seen live."""
 
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
+from maniple.errors import InvalidArgument
+from maniple.launch.board import Board
+from maniple.launch.view import View, open_view
+from maniple.launch.whereabouts import find_host
+from maniple.record import Folder
 from maniple.watch.subject import Subject
+from maniple.watch.web import show
+
+_TICK_S = 0.5
+_LOOK_S = 5.0  # how often it is tried whether the host lives
 
 
 @click.command()
-@click.option("--web", is_flag=True, help="Serve a page for a browser (extra `watch`), until Ctrl-C.")
+@click.option("--once", is_flag=True, help="Show where it stands now, and end.")
+@click.option("--logs", is_flag=True, help="Show what the workers print, too.")
+@click.option("--json", "is_json", is_flag=True, help="Print where it stands as lines of JSON.")
+@click.option("--web", is_flag=True, help="Serve it as a page for a browser, until Ctrl-C (extra `watch`).")
 @click.option(
     "--listen",
     metavar="ADDRESS",
@@ -17,31 +31,63 @@ from maniple.watch.subject import Subject
     help="With --web: where to serve it; port 0 is a free one. 0.0.0.0 lets other machines in.",
 )
 @click.option("--read-only", is_flag=True, help="With --web: the page takes no orders.")
-@click.option("--open", "opens", is_flag=True, help="With --web: open it in a browser here.")
+@click.option("--browser", is_flag=True, help="With --web: open it in a browser here.")
 @click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
 @click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
-@click.argument("host")
+@click.argument("run", type=click.Path(path_type=Path))
 def watch(
     *,
-    host: str,
+    run: Path,
+    once: bool,
+    logs: bool,
+    is_json: bool,
     web: bool,
     listen: str,
     read_only: bool,
-    opens: bool,
+    browser: bool,
     token_file: Path | None,
     certificate: Path | None,
 ) -> None:
-    """Watch a run that goes on or has ended.
+    """Watch a run until it ends: who works, who waits, how the loss falls, whether it pays.
 
-    HOST is a run folder that can be seen from here, or HOST:PORT.
+    RUN is its folder, seen from any machine; with --web also the HOST:PORT at which its host listens. It may be watched while it goes on or afterwards, by many at once.
 
     \b
-      maniple watch runs/last --web
-      maniple watch runs/last --web --listen 127.0.0.1:8080 --read-only
-      maniple watch --token-file token node-07:29400 --web
-    """
-    with Subject(host, token_file, certificate) as subject:
-        if web:
-            from maniple.watch.web import show
+      maniple watch runs/last
+      maniple watch runs/last --json | jq .totals.samples_per_s
+      maniple watch runs/last --web                                     a page, with charts and controls
+      maniple watch node-07:29400 --web --token-file token              of a run on another machine
 
-            show(subject, listen, may_steer=not read_only, opens=opens)
+    Columns: speed in samples (or steps) per second; loss as last logged; sync, the share of time spent in exchanges;
+    staleness, how many exchanges of others the parameters had missed. The last line: speed-up over one worker that
+    waits for nobody; goodput, the part of all workers' time that was spent for training itself; the center's version,
+    how many exchanges or rounds have changed it.
+    """
+    if web:
+        with Subject(str(run), token_file, certificate) as subject:
+            show(subject, listen, may_steer=not read_only, opens=browser)
+        return
+    run = run.resolve()
+    if not (run / "run.json").exists():
+        raise InvalidArgument(f"{run} is no run folder: it has no run.json. Give runs/NAME or runs/last.")
+    with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
+        _follow(run, view, once=once, logs=logs)
+
+
+def _follow(run: Path, view: View, *, once: bool, logs: bool) -> None:
+    board, told, next_look = Board(Folder(run), 0), "", 0.0
+    if not once:
+        view.say(f"run {run}")
+    while True:
+        printed = board.refresh()
+        is_last = once or board.has_ended
+        view.show(board, printed if logs else [], is_last=is_last)
+        if is_last:
+            return
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_S
+            where = find_host(run)
+            if not where.is_alive and where.words != told:
+                view.say(f"the host {where.words}")
+            told = "" if where.is_alive else where.words
+        time.sleep(_TICK_S)

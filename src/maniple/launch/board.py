@@ -50,6 +50,11 @@ class Board:
         """What the first failed worker's own error asks for."""
         return self._story.exit_code
 
+    @property
+    def has_ended(self) -> bool:
+        """The run is over."""
+        return self._story.host_exit_code is not None
+
     def summary(self) -> str:
         """One line on the whole run."""
         totals = self.totals

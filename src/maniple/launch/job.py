@@ -39,6 +39,7 @@ class Job:
     seed: int | None = None  # None: that of a run that goes on, else 1
     bind: bool = True  # give each worker cores of its own
     quiet: bool = False
+    is_json: bool = False  # tell what happens as lines of JSON
     wire: str | None = None  # how values travel to workers elsewhere
     listen: Listen | None = None  # for workers elsewhere; None: this machine's shared memory only
     host_deadline_s: float = HOST_DEADLINE_S

@@ -75,7 +75,7 @@ class _Run:
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
         self._board = Board(host.folder, job.workers)
         self._comes_back = queue is not None and queue.comes_back
-        self._view = open_view(quiet=job.quiet, is_brief=self._comes_back)
+        self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
@@ -101,7 +101,7 @@ class _Run:
             finally:
                 self._from_now_on(self._hurry)
                 self._end_all()
-                self._show()
+                self._show(is_last=True)
                 exit_code = self._close(exit_code)
         return exit_code
 
@@ -268,8 +268,8 @@ class _Run:
             self._say(f"center saved: {short(path)}")
         return exit_code
 
-    def _show(self) -> None:
-        self._tell(self._view.show, self._board, self._board.refresh())
+    def _show(self, *, is_last: bool = False) -> None:
+        self._tell(self._view.show, self._board, self._board.refresh(), is_last=is_last)
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):
             self._say(line)
@@ -277,10 +277,10 @@ class _Run:
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)
 
-    def _tell(self, act: Callable[..., None], *args: Any) -> None:
+    def _tell(self, act: Callable[..., None], *args: Any, **how: Any) -> None:
         """Show something; when the terminal or pipe is gone, train on without it."""
         try:
-            act(*args)
+            act(*args, **how)
         except OSError:
             self._view = View()
 

@@ -2,21 +2,31 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from maniple.story import Standing, Totals
 
 _LEFT = {"worker", "state"}
 _STYLES = {"training": "green", "dead": "bold red", "failed": "bold red", "lost": "bold red", "starting": "yellow"}
 _NOTHING = "–"
+_NUMBERS = (
+    "state", "lives", "node", "loss", "steps_per_s", "samples_per_s", "bytes_per_s", "sync_share", "staleness",
+    "cores", "memory_bytes",
+)  # fmt: skip
 _OWN_LINES = 3  # of the table beside its workers: head, what is left out, total
 
 
 def columns(standing: Standing) -> dict[str, str]:
     """What is shown of a worker, by the names of columns."""
-    total = standing.total
-    rate, unit = (standing.samples_per_s, "samples") if total.samples else (standing.steps_per_s, "steps")
+    samples_per_s, steps_per_s = standing.samples_per_s, standing.steps_per_s
+    if standing.state == "done":
+        samples_per_s, steps_per_s = standing.mean_rates
+    rate, unit = (samples_per_s, "samples") if standing.total.samples else (steps_per_s, "steps")
     return {
         "state": standing.state + (f" (life {standing.lives})" if standing.lives > 1 else ""),
         "step": f"{standing.now.step:,}",
@@ -36,10 +46,19 @@ def total_line(totals: Totals) -> str:
     )
 
 
-def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int) -> Table:
+def as_numbers(standings: Mapping[int, Standing], totals: Totals) -> dict[str, Any]:
+    """The same for a program."""
+    workers: list[dict[str, Any]] = []
+    for rank, one in standings.items():
+        row = {name: getattr(one, name) for name in _NUMBERS}
+        workers.append({"worker": rank, "step": one.now.step, "samples": one.total.samples, **row})
+    return {"workers": workers, "totals": asdict(totals)}
+
+
+def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int) -> Group:
     """All workers, as far as `height` lines allow, and the run as a whole."""
     room = max(4, height - _OWN_LINES)
-    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", *columns(Standing())):
         table.add_column(name, justify="left" if name in _LEFT else "right")
     shown = chosen(standings, room)
@@ -50,9 +69,8 @@ def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int
         table.add_row(f"W{rank}", f"[{style}]{state}[/]" if style else state, *others)
     if rest := left_out(standings, shown):
         table.add_row("…", rest)
-    if totals.steps:
-        table.caption = f"all: {total_line(totals)}"
-    return table
+    whole = Text(f"all: {total_line(totals)}" if totals.steps else "", style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(table, whole)
 
 
 def chosen(standings: Mapping[int, Standing], room: int) -> list[int]:

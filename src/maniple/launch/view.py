@@ -1,18 +1,21 @@
-"""The view of a run on the terminal: a live table, or plain lines where the output is no terminal."""
+"""The view of a run: a live table on a terminal, plain lines where the output is none, or JSON for a program."""
 
 import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from maniple.launch.board import Board
-from maniple.launch.table import live_table, plain_lines
+from maniple.launch.table import as_numbers, live_table, plain_lines
 
 _PLAIN_EVERY_S = 5.0
+_JSON_EVERY_S = 1.0
 
 
 class View(AbstractContextManager["View"]):
@@ -21,8 +24,8 @@ class View(AbstractContextManager["View"]):
     def __init__(self) -> None:
         self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def show(self, board: Board, printed: list[tuple[int, str]]) -> None:
-        """Bring the view up to date."""
+    def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
+        """Bring the view up to date; `is_last`: it will not be any more."""
 
     def say(self, text: str) -> None:
         """Tell the person one thing."""
@@ -52,10 +55,10 @@ class Lines(Words):
         super().__init__()
         self._last = time.monotonic()
 
-    def show(self, board: Board, printed: list[tuple[int, str]]) -> None:
+    def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
         for rank, line in printed:
             print(f"W{rank} | {line}", flush=True)
-        if time.monotonic() - self._last >= _PLAIN_EVERY_S:
+        if is_last or time.monotonic() - self._last >= _PLAIN_EVERY_S:
             self._last = time.monotonic()
             for line in plain_lines(board.standings, board.totals):
                 print(line, flush=True)
@@ -80,10 +83,10 @@ class Rows(View):
         with suppress(OSError):
             self._live.stop()
 
-    def show(self, board: Board, printed: list[tuple[int, str]]) -> None:
+    def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
         for rank, line in printed:
             self._console.print(Text.assemble((f"W{rank} ", "cyan"), "| ", line))
-        if time.monotonic() >= self._next or all(one.is_gone for one in board.standings.values()):
+        if is_last or time.monotonic() >= self._next:
             self._next = time.monotonic() + 0.5
             height = self._console.size.height
             self._live.update(live_table(board.standings, board.totals, height=height), refresh=True)
@@ -95,8 +98,34 @@ class Rows(View):
         self._console.print(Text(f"maniple: {text}", style="red"))
 
 
-def open_view(*, quiet: bool, is_brief: bool = False) -> View:
+class Json(View):
+    """One JSON object per line, for a program that reads along: `kind` is printed, said, error or standings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
+        for rank, line in printed:
+            self._put("printed", worker=rank, text=line)
+        if is_last or time.monotonic() >= self._next:
+            self._next = time.monotonic() + _JSON_EVERY_S
+            self._put("standings", **as_numbers(board.standings, board.totals))
+
+    def say(self, text: str) -> None:
+        self._put("said", text=text)
+
+    def error(self, text: str) -> None:
+        self._put("error", text=text)
+
+    def _put(self, kind: str, **values: Any) -> None:
+        print(msgspec.json.encode({"kind": kind, "time": time.time(), **values}).decode(), flush=True)
+
+
+def open_view(*, quiet: bool, is_json: bool = False, is_brief: bool = False) -> View:
     """The view that fits where standard output goes; a brief one has no room for the workers."""
+    if is_json:
+        return Json()
     if quiet:
         return View()
     if is_brief:

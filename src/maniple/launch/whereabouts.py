@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from maniple.center.segment import Segment
+from maniple.center.segment import is_guarded, segment_path
 from maniple.errors import InvalidArgument
 from maniple.place import shared_memory
 from maniple.record import Folder
@@ -29,16 +29,31 @@ def find_host(run: Path) -> Whereabouts:
     if about.get("exit_code") is not None:
         return Whereabouts(f"has ended with exit code {about['exit_code']}")
     posted, lineage = Posted.read(run / FILE), about.get("lineage")
-    if posted is None and lineage is None:
+    if posted is not None:
+        return _posted(posted, is_paused=bool(about.get("ended")))
+    if lineage is None:
         return Whereabouts("has not begun yet")
-    if posted is None:
-        is_here = about.get("node") == os.uname().nodename and Segment.is_there(shared_memory(), str(lineage))
-        return Whereabouts(f"on {about.get('node')}, listening to no other machine", is_alive=is_here)
+    return _unposted(str(about.get("node")), str(lineage))
+
+
+def _posted(posted: Posted, *, is_paused: bool) -> Whereabouts:
+    """A host that listens, or did."""
     if _answers(posted):
-        return Whereabouts(f"alive on {posted.node} (pid {posted.pid}), listening on {posted.address}", is_alive=True)
-    if about.get("ended"):
-        return Whereabouts("away: the center is saved, and `--resume` goes on with it")
+        return Whereabouts(
+            f"is alive on {posted.node} (pid {posted.pid}), listening on {posted.address}", is_alive=True
+        )
+    if is_paused:
+        return Whereabouts("is away: the center is saved, and `--resume` goes on with it")
     return Whereabouts(f"does not answer: it was on {posted.node} (pid {posted.pid}), listening on {posted.address}")
+
+
+def _unposted(node: str, lineage: str) -> Whereabouts:
+    """A host for its own machine alone."""
+    if node != os.uname().nodename:
+        return Whereabouts(f"is on {node}, listening to no other machine")
+    if is_guarded(segment_path(shared_memory(), lineage)):
+        return Whereabouts("is on this machine, listening to no other", is_alive=True)
+    return Whereabouts("was killed: `--resume` goes on with what it had")
 
 
 def _answers(posted: Posted) -> bool:

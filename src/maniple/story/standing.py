@@ -84,6 +84,12 @@ class Standing:
         """It does not train any more."""
         return self.state in _GONE
 
+    @property
+    def mean_rates(self) -> tuple[float, float]:
+        """Its samples and steps per second, over all of its time."""
+        total = self.total
+        return total.samples / max(1e-9, total.elapsed_s), total.step / max(1e-9, total.elapsed_s)
+
     def turn(self, state: str, when: float) -> None:
         """Its state was this from that moment on. It may be told of out of order: the latest counts."""
         insort(self.states, (when, state))

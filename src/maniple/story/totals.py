@@ -12,7 +12,8 @@ class Totals:
     """A run in a few numbers.
 
     Attributes:
-        samples_per_s, steps_per_s: of all workers, now.
+        samples_per_s, steps_per_s: of all workers that are there, now; when none is there any more, of each worker's
+            whole time.
         speedup: how many times as fast this is as one worker that computes as these do and waits for nobody:
             samples per second of all / samples per second of compute of one. Several workers on few cores hinder each
             other, which this cannot see: `maniple compare` with a run of one worker tells the rest.
@@ -41,8 +42,10 @@ def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -
     split = {part: sum(total.split[part] for total in totals) for part in PARTS}
     steps, samples = sum(total.step for total in totals), sum(total.samples for total in totals)
     spent = sum(split.values())
-    # Steps where samples are not counted.
-    rate = sum(one.samples_per_s if samples else one.steps_per_s for one in standings)
+    live = [one for one in standings if not one.is_gone]
+    rates = [(one.samples_per_s, one.steps_per_s) for one in live] or [one.mean_rates for one in standings]
+    samples_per_s, steps_per_s = (sum(rate) for rate in zip(*rates, strict=True)) if rates else (0.0, 0.0)
+    rate = samples_per_s if samples else steps_per_s  # where samples are not counted, steps are
     alone = (samples or steps) / split["compute"] if split["compute"] else 0.0
     return Totals(
         workers=len(standings),
@@ -50,8 +53,8 @@ def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -
         steps=steps,
         samples=samples,
         elapsed_s=elapsed_s,
-        samples_per_s=sum(one.samples_per_s for one in standings),
-        steps_per_s=sum(one.steps_per_s for one in standings),
+        samples_per_s=samples_per_s,
+        steps_per_s=steps_per_s,
         speedup=rate / alone if alone else 0.0,
         goodput=min(1.0, split["compute"] / (elapsed_s * len(standings))) if elapsed_s and standings else 0.0,
         sync_share=(split["exchange"] + split["others"]) / spent if spent else 0.0,
