@@ -75,10 +75,11 @@ def check_changes(settings: Settings, notes: Sequence[str]) -> None:
     change_pace(Every(), _paces(settings))
     for name in set(settings) - set(_PACE):
         if not any(name in _names(note, rule) for note, rule in free):
+            rules = ", ".join(note.partition("(")[0] for note, _ in free)
             there = [*dict.fromkeys(known for note, rule in free for known in _names(note, rule)), *_PACE]
             raise InvalidArgument(
-                f"{name!r} cannot be changed: the workers share by {', '.join(note.partition('(')[0] for note, _ in free)}"
-                f", which has no such setting. Choose from {', '.join(there)}."
+                f"{name!r} cannot be changed: the workers share by {rules}, which has no such setting. Choose from "
+                f"{', '.join(there)}."
             )
     for _, rule in free:
         if rule is not None:

@@ -42,6 +42,7 @@ from maniple.wire.messages import (
 )
 from maniple.wire.proof import introduce
 from maniple.wire.stream import Stream
+from maniple.wire.watching import Files, Order, Read
 
 from .conftest import MANIPLE, Run, await_
 
@@ -87,6 +88,8 @@ PATHS = (
     "x.exe",
     "snapshot-1/x.h5",
 )
+FILES = ("token", "../x", "events/../token", "events/", "/etc/passwd", "run.json\0", "x" * 9999)
+CHANGES = (b"", b"[]", b'{"alpha":', b'{"alpha":0.1}', b'{"":1}', b'{"alpha":[[]]}', b"[" * 5000, bytes(1 << 17))
 ROWS = (b"", b"{}\n", b"\xff\xfe", b'{"event":"progress"}\n', b'{"event":"failed"}\n', b'{"event":"log","loss":[]}\n')
 
 
@@ -212,6 +215,28 @@ class Attacker:
                 frames.append(
                     self._mutated(Beat(1), rows) if self.rng.random() < 0.3 else encode(Beat(1), len(rows)) + rows
                 )
+            self._converse(link, b"".join(frames), len(frames))
+
+    def watcher(self) -> None:
+        """One connection that watches, asks for what is none of its business, and gives orders that make no sense."""
+        with contextlib.closing(self.server.connect(self.rng)) as link:
+            stream = Stream(link)
+            link.settimeout(None)
+            stream.set_timeout(10)
+            introduce(stream, self.server.token, "watch", self.worker)
+            good = [
+                (Files(), b""),
+                (Read("run.json", 0), b""),
+                (Read("events/host.jsonl", self.rng.randrange(99)), b""),
+            ]
+            bad = [
+                (Read(self.rng.choice(FILES), self._number()), b""),
+                (Order(self.rng.choice(["change", "dance", ""]), "evil"), self.rng.choice(CHANGES)),
+            ]
+            frames = [encode(message, len(payload)) + payload for message, payload in self.rng.choices(good, k=5)]
+            message, payload = self.rng.choice(bad)
+            broken = encode(message, len(payload)) + payload
+            frames.append(self._mutated(message, payload) if self.rng.random() < 0.3 else broken)
             self._converse(link, b"".join(frames), len(frames))
 
     def _frame(self) -> bytes:
@@ -417,6 +442,7 @@ def _attack(server: Server, seed: int, frames: int, counts: Counter[str]) -> int
             attacker.stranger()
         for _ in range(50):
             attacker.member()
+            attacker.watcher()
 
     def inside(attacker: Attacker) -> None:
         while attacker.counts["frames"] < frames // 2:

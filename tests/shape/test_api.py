@@ -111,11 +111,13 @@ SETTINGS = [
                 "--producers",
                 "--restarts",
                 "--snapshot-epochs",
+                "--web",
+                "--web-listen",
                 "--workers",
                 "-n",
             ],
         ),
-        ("serve", [*SETTINGS, "--from", "--listen"]),
+        ("serve", [*SETTINGS, "--from", "--listen", "--web", "--web-listen"]),
         (
             "submit",
             [
@@ -145,6 +147,7 @@ SETTINGS = [
             ],
         ),
         ("status", []),
+        ("change", ["--certificate", "--snapshot", "--token-file"]),
         ("stop", ["--timeout"]),
         ("watch", ["--json", "--logs", "--once"]),
         ("record", ["--plot"]),
@@ -176,7 +179,7 @@ SETTINGS = [
 )
 def test_the_commands_have_these_options(command, options):
     assert sorted(cli.commands) == [
-        "doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit", "watch",
+        "change", "doctor", "host", "join", "record", "run", "serve", "status", "stop", "submit", "watch",
     ]  # fmt: skip
     given = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name for p in given for name in p.opts + p.secondary_opts) == sorted(options)

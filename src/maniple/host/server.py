@@ -40,6 +40,7 @@ from maniple.wire.stream import NEVER_S, Stream, prepare
 _MAX_CONNECTIONS = 4096
 _MAX_HALF_OPEN = 64
 _GOODBYE_S = 2.0  # two beats
+_LAST_LOOK_S = 0.8  # for watchers, if workers have taken all of that time: the launcher kills after 3 s
 _OVER = "over"
 
 
@@ -85,6 +86,7 @@ class Server:
         self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
         self._connections = 0
         self._over = threading.Event()  # the run has ended: the workers are told, then this process ends
+        self._is_told = False  # they are
 
     def run(self, listeners: list[socket.socket]) -> None:
         """Accept connections for ever. What a killed predecessor had begun is finished first."""
@@ -101,9 +103,17 @@ class Server:
             if any(one.family != socket.AF_UNIX for one in listeners):  # else values come by shared memory
                 warm_up(["float32", "float64"])
             self._over.wait()
-            deadline = time.monotonic() + _GOODBYE_S
-            while (self._control.count or self._watched.count) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Let the workers hear that the run has ended, and then the watchers, who have their last rows by that."""
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._control.count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._is_told = True
+        deadline = max(deadline, time.monotonic() + _LAST_LOOK_S)
+        while self._watched.count and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def end(self) -> None:
         """Tell the workers that the run has ended, each at its next beat, and end."""
@@ -181,7 +191,7 @@ class Server:
             answer_doctor(stream, self._segment)
             return
         if proof.role == "watch":
-            self._watched.attend(stream, self._over.is_set)
+            self._watched.attend(stream, lambda: self._is_told)
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)

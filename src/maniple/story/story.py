@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -185,9 +186,11 @@ class Story:
             known = values >= 0
             if known.any():
                 self.measured.add(name, rank, travel.when[known], values[known])
+        ages = [row.ages for row in rows if row.ages]
+        places = np.fromiter(chain.from_iterable(map(range, map(len, ages))), int)
+        counts = np.fromiter(chain.from_iterable(ages), float)
+        self.ages.update({k: int(count) for k, count in enumerate(np.bincount(places, counts))})
         for row in rows:
-            for k, count in enumerate(row.ages):
-                self.ages[k] += count
             for workers, count in row.together.items():
                 self.together[int(workers)] += count
 

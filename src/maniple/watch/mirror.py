@@ -14,7 +14,7 @@ from maniple.errors import BadFrame, ManipleError
 from maniple.place import Place
 from maniple.record import Folder
 from maniple.record.folder import write_whole
-from maniple.wire.stream import Stream
+from maniple.wire.stream import Stalled, Stream
 from maniple.wire.watching import NAME, PIECE_BYTES, Files, Found, Piece, Read
 
 DEADLINE_S = 5.0
@@ -60,6 +60,8 @@ class Mirror:
             found, listed = self._listed(stream, deadline)
             is_whole = self._take_new(stream, listed, deadline)
             self.away, self.is_over = "", found.is_over and is_whole
+        except Stalled:
+            self._give_up(f"the host has not answered within {deadline_s:g} s")
         except OSError as error:
             self._give_up(str(error) or type(error).__name__)
         except ManipleError as error:
@@ -108,27 +110,30 @@ class Mirror:
             if name == _RUN and written != self._written:
                 write_whole(self.folder / _RUN, self._whole(stream, name, size, deadline))
                 self._written = written
-        rows = {name: size for name, size, _ in listed if name != _RUN}
-        while wanted := [(name, there) for name, size in rows.items() if (there := self._there(name, size)) < size]:
-            for first in range(0, len(wanted), _UNDER_WAY):
+        waiting = [(name, size) for name, size, _ in listed if name != _RUN]
+        for name, size in waiting:
+            if self._there(name) > size:  # that cannot be its beginning
+                (self.folder / name).unlink()
+        while waiting := [(name, size) for name, size in waiting if self._there(name) < size]:
+            for first in range(0, len(waiting), _UNDER_WAY):
                 if time.monotonic() > deadline:
                     return False
-                group = wanted[first : first + _UNDER_WAY]
-                for (name, _), piece in zip(group, self._pieces(stream, group, deadline), strict=True):
-                    with (self.folder / name).open("ab") as file:
-                        file.write(piece)
-                    if not piece:  # it is shorter now than it was a moment ago
-                        rows.pop(name)
+                self._append(stream, waiting[first : first + _UNDER_WAY], deadline)
         return True
 
-    def _there(self, name: str, size: int) -> int:
-        """How much of a file is here; nothing, if it cannot be the beginning of the other."""
+    def _append(self, stream: Stream, rows: list[tuple[str, int]], deadline: float) -> None:
+        """Take the next piece of each of these files; it may reach beyond the size that was told."""
+        wanted = [(name, self._there(name)) for name, _ in rows]
+        for (name, _), piece in zip(wanted, self._pieces(stream, wanted, deadline), strict=True):
+            if not piece:
+                raise BadFrame(f"the host's {name} is shorter now than it was a moment ago.")
+            with (self.folder / name).open("ab") as file:
+                file.write(piece)
+
+    def _there(self, name: str) -> int:
+        """How many bytes of a file are here."""
         path = self.folder / name
-        there = path.stat().st_size if path.exists() else 0
-        if there > size:
-            path.unlink()
-            return 0
-        return there
+        return path.stat().st_size if path.exists() else 0
 
     def _whole(self, stream: Stream, name: str, size: int, deadline: float) -> bytes:
         data = b""

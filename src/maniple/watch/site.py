@@ -114,7 +114,8 @@ class _Site:
             yield b"data: " + await run_in_threadpool(self._news, news) + b"\n\n"
             if is_last:
                 return
-            for _ in range(round(_EVERY_S / _GLANCE_S)):
+            # Who has more to read goes on.
+            for _ in range(round(_EVERY_S / _GLANCE_S) if self._scene.is_whole else 0):
                 await asyncio.sleep(_GLANCE_S)
                 if self._is_ending():
                     break

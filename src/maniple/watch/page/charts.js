@@ -79,6 +79,7 @@ export class Charts {
       const few = thinned(xs, smoothed(ys, Number(find("smooth").value)), most);
       return this.#line(few, this.#axis(against).of, rank, isCrowd);
     });
+    if (isCrowd) traces.push(this.#mean(curves.filter(([rank]) => rank !== CENTER).map(([, curve]) => curve), this.#axis(against).of));
     const broken = this.store.small.broken?.[name];
     const note = find("values-note");
     note.textContent = broken ? `${broken} values were no finite numbers, and are left out. ` : "";
@@ -109,6 +110,11 @@ export class Charts {
       name: isCenter ? "center" : `W${rank}`, line: { color: isCenter ? colour("text") : workerColour(rank), width: isCenter ? 2.2 : isCrowd ? 0.8 : 1.5 },
       opacity: isCrowd && !isCenter ? 0.7 : 1, marker: { size: 5 }, hovertemplate: "%{y:.4g}",
     };
+  }
+
+  #mean(curves, of) {
+    const { xs, mean } = summed(curves, 0, this.store.until, 200);
+    return { ...this.#line({ xs, ys: mean }, of, 0, true), name: "mean of the workers", opacity: 1, line: { color: colour("accent"), width: 2.5 } };
   }
 
   #drawMeasured(into, name) {

@@ -14,9 +14,9 @@ export class Orders {
   }
 
   // Orders make sense while somebody is there to follow them.
-  show(maySteer, isOver) {
-    find("orders").hidden = !maySteer;
-    for (const button of find("orders").children) button.disabled = isOver || button.dataset.busy === "1";
+  show(maySteer, isOver, isConnected) {
+    find("orders").hidden = !maySteer || isOver;
+    for (const button of find("orders").children) button.disabled = !isConnected || button.dataset.busy === "1";
   }
 
   #confirm(id, order) {

@@ -42,16 +42,16 @@ function showState() {
   pill.className = `pill ${kind}`;
   find("elapsed").textContent = store.until ? duration(store.until) : "";
   find("where").textContent = isConnected && !isOver() ? `host ${store.small.host?.words ?? ""}` : "";
-  orders.show(Boolean(store.small.may_steer), isOver() || !isConnected);
+  orders.show(Boolean(store.small.may_steer), isOver(), isConnected);
 }
 
 function isOver() { return (store.small.described?.exit_code ?? store.small.run?.exit_code ?? null) !== null; }
 
 function state() {
   const { small } = store, code = small.described?.exit_code ?? small.run?.exit_code ?? null;
+  if (isConnected && !small.is_whole) return ["wait", "reading the record"];
   if (code !== null) return code === 0 ? ["", "ended well"] : ["bad", `ended with exit code ${code}`];
   if (!isConnected) return ["bad", "the page has lost its server, and tries again"];
-  if (!small.is_whole) return ["wait", "reading the record"];
   if (!small.host.is_alive) return ["bad", "the host does not answer"];
   if (small.run.stop) return ["wait", `stopping: ${small.run.stop}`];
   return small.totals.live ? ["good", "training"] : ["wait", "starting"];
