@@ -1,10 +1,10 @@
 """What does it cost to be watched, and how soon is the page of a large run there?
 
-    cost    two workers train; in turn for some seconds nobody looks, or a viewer follows the page's news. Samples per
-            second of both, in one run: medians and their ratio. The viewer reads what a browser reads; what a browser
-            spends for drawing is spent on the viewer's machine
-    page    the record of 64 workers with 10,000 rows each: seconds until everything that the page shows first is there,
-            its size, and the peak of memory
+cost    two workers train; in turn for some seconds nobody looks, or a viewer follows the page's news. Samples per
+        second of both, in one run: medians and their ratio. The viewer reads what a browser reads; what a browser
+        spends for drawing is spent on the viewer's machine
+page    the record of 64 workers with 10,000 rows each: seconds until everything that the page shows first is there,
+        its size, and the peak of memory
 """
 
 import argparse
@@ -176,7 +176,12 @@ def write_record(run: Path, workers: int = WORKERS, rows: int = ROWS, begin: flo
     """Make up the record of a run: workers of unequal speed, of which one dies and comes back."""
     (run / "events").mkdir(parents=True)
     begin = time.time() - rows / 4 if begin is None else begin
-    about = {"asked": {"script": "train.py", "workers": workers}, "node": "node-01", "exit_code": 0, "lineage": "0" * 16}
+    about = {
+        "asked": {"script": "train.py", "workers": workers},
+        "node": "node-01",
+        "exit_code": 0,
+        "lineage": "0" * 16,
+    }
     (run / "run.json").write_text(json.dumps(about | {"started": begin}))
     host = [{"event": "start", "timestamp": begin - 1, "workers": workers}]
     for rank in range(workers):
@@ -201,7 +206,14 @@ def worker_rows(rank: int, rows: int, begin: float):
         waited += chance.uniform(0.0, 0.1)
         when = begin + at
         for _ in range(2):
-            yield {"event": "exchange", "timestamp": when, "step": step, "duration": 0.03, "bytes": 80_000, "staleness": 9}
+            yield {
+                "event": "exchange",
+                "timestamp": when,
+                "step": step,
+                "duration": 0.03,
+                "bytes": 80_000,
+                "staleness": 9,
+            }
         loss = 2.5 * math.exp(-number / 700) + 0.3 + chance.gauss(0, 0.06)
         yield {"event": "log", "timestamp": when, "worker": rank, "step": step, "loss": loss}
         yield {

@@ -149,7 +149,20 @@ SETTINGS = [
         ("status", []),
         ("change", ["--certificate", "--snapshot", "--token-file"]),
         ("stop", ["--timeout"]),
-        ("watch", ["--json", "--logs", "--once"]),
+        (
+            "watch",
+            [
+                "--browser",
+                "--certificate",
+                "--json",
+                "--listen",
+                "--logs",
+                "--once",
+                "--read-only",
+                "--token-file",
+                "--web",
+            ],
+        ),
         ("record", ["--plot"]),
         ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),
         (

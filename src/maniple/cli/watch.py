@@ -50,7 +50,8 @@ def watch(
 ) -> None:
     """Watch a run until it ends: who works, who waits, how the loss falls, whether it pays.
 
-    RUN is its folder, seen from any machine; with --web also the HOST:PORT at which its host listens. It may be watched while it goes on or afterwards, by many at once.
+    RUN is its folder, seen from any machine; with --web also the HOST:PORT at which its host listens. It may be
+    watched while it goes on or afterwards, by many at once.
 
     \b
       maniple watch runs/last

@@ -13,7 +13,6 @@ from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
 from maniple.launch.guests import Guests
-from maniple.launch.page import check_extra
 from maniple.launch.room import Room
 from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.spec import arguments, split
@@ -79,8 +78,6 @@ class Job:
                 f"{self.host_deadline_s:g}: seconds are 0 or more, a deadline above 0, and 1 snapshot or more is kept."
             )
         self._check_circle()
-        if self.web is not None:
-            check_extra()
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
         if self.snapshot is not None and not _SNAPSHOT.fullmatch(self.snapshot):

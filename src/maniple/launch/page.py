@@ -18,7 +18,7 @@ from maniple.wire.address import Address
 _NEEDED = ("starlette", "uvicorn", "plotly")
 _TICK_S = 0.2
 _GRACE_S = 4.0  # for viewers to be told of the end
-_PAUSE_S = 5.0  # before it is started again
+_PAUSE_S = 2.0  # before it is started again
 
 
 class Page:
@@ -72,7 +72,7 @@ class Page:
         return child
 
 
-def check_extra() -> None:
+def _check_extra() -> None:
     """Raise InvalidArgument if what the page is made with is not installed."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise InvalidArgument(
@@ -83,7 +83,7 @@ def check_extra() -> None:
 
 def listen(address: Address) -> socket.socket:
     """Where a page is to be served; InvalidArgument if that is not possible here."""
-    check_extra()
+    _check_extra()
     try:
         return address.listen()
     except OSError as error:

@@ -1,13 +1,12 @@
 """What a run tells Prometheus: its standings and totals, in the text format 0.0.4."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from maniple.story import Standing, Story
 
 STATES = ("queued", "starting", "training", "done", "ended", "failed", "dead", "lost")
 # Name, kind, help, and what it is of a worker; None is not told.
-_OF_WORKERS: tuple[tuple[str, str, str, Any], ...] = (
+_OF_WORKERS: tuple[tuple[str, str, str, Callable[[Standing], float | None]], ...] = (
     ("step", "gauge", "Steps of this life of the worker.", lambda one: one.now.step),
     ("samples_total", "counter", "Samples of all its lives.", lambda one: one.total.samples),
     ("samples_per_second", "gauge", "Samples per second, now.", lambda one: one.samples_per_s),
@@ -53,7 +52,7 @@ def _states(run: str, standings: list[tuple[int, Standing]]) -> Iterable[tuple[s
             yield f'run="{_quoted(run)}",worker="{rank}",state="{state}"', int(one.state == state)
 
 
-def _family(name: str, kind: str, text: str, values: Iterable[tuple[str, Any]]) -> list[str]:
+def _family(name: str, kind: str, text: str, values: Iterable[tuple[str, float | None]]) -> list[str]:
     told = [f"{name}{{{labels}}} {float(value):.10g}" for labels, value in values if value is not None]
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *told] if told else []
 

@@ -43,7 +43,11 @@ class News:
             if (said := _encode(value)) != self._said.get(name):
                 self._said[name] = said
                 news[name] = msgspec.Raw(said)
-        grown: dict[str, Any] = {"curves": self._curves(story), "lanes": self._lanes(story), "happened": self._new(story)}
+        grown: dict[str, Any] = {
+            "curves": self._curves(story),
+            "lanes": self._lanes(story),
+            "happened": self._new(story),
+        }
         return _encode(news | {name: value for name, value in grown.items() if value})
 
     def _clock(self, story: Story) -> list[str]:

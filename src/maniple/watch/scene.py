@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,10 +36,13 @@ class Scene:
         self._next = self._host_due = 0.0
 
     @contextmanager
-    def story(self) -> Iterator[Story]:
-        """The story as it is now; nobody else reads meanwhile, so be brief."""
+    def story(self, *, is_last: bool = False) -> Generator[Story]:
+        """The story as it was less than a second ago, or, if it is the last look, as it is now.
+
+        Nobody else reads meanwhile, so be brief.
+        """
         with self._lock:
-            if time.monotonic() >= self._next:
+            if is_last or time.monotonic() >= self._next:
                 self._refresh()
                 self._next = time.monotonic() + _EVERY_S * self.is_whole
             yield self._story

@@ -111,7 +111,7 @@ class _Site:
             is_last = self._is_ending()
             if self._scene.is_host_due and (self._look is None or self._look.done()):
                 self._look = asyncio.create_task(run_in_threadpool(self._scene.look_for_host))
-            yield b"data: " + await run_in_threadpool(self._news, news) + b"\n\n"
+            yield b"data: " + await run_in_threadpool(self._news, news, is_last) + b"\n\n"
             if is_last:
                 return
             # Who has more to read goes on.
@@ -120,9 +120,9 @@ class _Site:
                 if self._is_ending():
                     break
 
-    def _news(self, news: News) -> bytes:
+    def _news(self, news: News, is_last: bool) -> bytes:
         scene = self._scene
-        with scene.story() as story:
+        with scene.story(is_last=is_last) as story:
             about = {
                 "name": scene.subject.name,
                 "folder": str(scene.subject.folder.path),

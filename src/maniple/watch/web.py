@@ -35,15 +35,18 @@ def serve(subject: Subject, door: socket.socket, *, token: str, may_steer: bool 
     from maniple.watch.scene import Scene
     from maniple.watch.site import make_site
 
-    site = make_site(
-        Scene(subject), Access.of(door, token), may_steer=may_steer, is_ending=lambda: server.should_exit
-    )
+    site = make_site(Scene(subject), Access.of(door, token), may_steer=may_steer, is_ending=lambda: server.should_exit)
     options: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off"}
     quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     server = uvicorn.Server(uvicorn.Config(site, timeout_graceful_shutdown=_FAREWELL_S, **options, **quiet))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has ended
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         with suppress(KeyboardInterrupt, SystemExit):
             server.run(sockets=[door])
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _leave(*_: Any) -> None:
+    """After SIGTERM, which uvicorn raises again when it has ended: in order, as after Ctrl-C."""
+    sys.exit(0)

@@ -9,6 +9,7 @@ import { Store } from "./store.js";
 import { duration } from "./words.js";
 
 const RETRY_MS = 2000;
+const OVER_MS = 60000; // the server of a run ends with it
 const SILENCE_MS = 15000; // news come every second
 const THEMES = { "": "theme: auto", light: "theme: light", dark: "theme: dark" };
 const find = (id) => document.getElementById(id);
@@ -65,7 +66,7 @@ function follow() {
     source.close();
     isConnected = false;
     showState();
-    setTimeout(follow, RETRY_MS);
+    setTimeout(follow, isOver() ? OVER_MS : RETRY_MS);
   };
   const wait = () => { clearTimeout(silence); silence = setTimeout(again, SILENCE_MS); };
   source.onmessage = (message) => {
