@@ -46,6 +46,7 @@ bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables,
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/bsp.py
 	$(BIN)/python benchmarks/pool.py
+	$(BIN)/python benchmarks/watch.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,8 +22,10 @@ from tests.process.conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
 
 ARTEFACTS = Path(__file__).parents[2] / "artefacts"
 CHROMIUM = shutil.which("chromium")
-OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync""".split()
+OPTIONS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 SOON_MS = 1000 * PATIENCE_S
 SCRIPT = """
 import time

@@ -83,6 +83,7 @@ export class Charts {
     const broken = this.store.small.broken?.[name];
     const note = find("values-note");
     note.textContent = broken ? `${broken} values were no finite numbers, and are left out. ` : "";
+    if (isCrowd) note.append("Bold: the mean of the workers. ");
     if (this.store.named("logged", name).has(CENTER)) {
       const chip = Object.assign(document.createElement("span"), { className: "chip" });
       chip.style.background = colour("text");
@@ -108,7 +109,7 @@ export class Charts {
     return {
       x: Array.from(xs, of), y: ys, type: "scatter", mode: xs.length === 1 ? "markers" : isCenter && xs.length < 60 ? "lines+markers" : "lines",
       name: isCenter ? "center" : `W${rank}`, line: { color: isCenter ? colour("text") : workerColour(rank), width: isCenter ? 2.2 : isCrowd ? 0.8 : 1.5 },
-      opacity: isCrowd && !isCenter ? 0.7 : 1, marker: { size: 5 }, hovertemplate: "%{y:.4g}",
+      opacity: isCrowd && !isCenter ? 0.4 : 1, marker: { size: 5 }, hovertemplate: "%{y:.4g}",
     };
   }
 

@@ -7,6 +7,7 @@ import { duration, timeUnit } from "./words.js";
 const PARTS = ["compute", "exchange", "data", "others"];
 const NAMES = ["compute", "exchange", "data", "others"];
 const AXIS = 20; // pixels for the times below
+const SEEN = 0.02; // shares from here on are seen in the thinnest lane
 const find = (id) => document.getElementById(id);
 
 export class Lanes {
@@ -54,8 +55,8 @@ export class Lanes {
   // Four times over all lanes, with one colour each: changing colours is what takes long.
   #drawParts(context, begin, x) {
     const inner = this.#height - 2;
-    PARTS.forEach((name, part) => {
-      context.fillStyle = colour(name);
+    for (const part of [0, 3, 2, 1]) { // exchanges last: they are what one looks for
+      context.fillStyle = colour(PARTS[part]);
       this.#rows.forEach(({ rank }, row) => {
         const lane = this.store.lanes.get(rank);
         if (!lane) return;
@@ -66,11 +67,13 @@ export class Lanes {
           let below = 0;
           for (let k = 0; k < part; k++) below += lane[i + 2 + k];
           const left = Math.floor(x(lane[i])), wide = Math.max(1, Math.ceil(x(lane[i + 1])) - left); // no seams
-          const high = (inner * lane[i + 2 + part]) / whole;
-          context.fillRect(left, bottom - (inner * below) / whole - high, wide, high);
+          const share = lane[i + 2 + part] / whole, foot = bottom - Math.round((inner * below) / whole);
+          const head = bottom - Math.round((inner * (below + lane[i + 2 + part])) / whole);
+          const high = Math.max(foot - head, part && share >= SEEN ? 1 : 0);
+          context.fillRect(left, Math.max(bottom - inner, foot - high), wide, high);
         }
       });
-    });
+    }
   }
 
   #drawDeaths(context, begin, end, x) {

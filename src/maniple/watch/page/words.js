@@ -8,6 +8,7 @@ export function count(value) { return whole.format(Math.round(value ?? 0)); }
 export function short(value) {
   if (value >= 1e9) return `${(value / 1e9).toPrecision(3)}G`;
   if (value >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
+  if (value >= 1e5) return `${(value / 1e3).toPrecision(3)}k`;
   return value >= 100 || value === 0 ? count(value) : value.toPrecision(3);
 }
 
@@ -49,6 +50,7 @@ const EVENTS = {
   snapshot: (row) => `saved ${row.name}${row.asked_by ? `, asked by ${row.asked_by}` : ""}`,
   changed: (row) => (row.refused ? `refused ${settings(row)}: ${row.refused}` : `changed ${settings(row)}${row.asked_by ? `, by ${row.asked_by}` : ""}`),
   ordered: (row) => `told to ${row.order} by ${row.asked_by}`,
+  sampled: (row) => `counts ${row.unfinished} samples of leases not finished`,
   stop: (row) => `lets everybody stop: ${row.reason}`,
   best: (row) => `keeps the best center so far, loss ${number(row.loss)}`,
   serving: () => "serves",
@@ -56,6 +58,7 @@ const EVENTS = {
   "server died": (row) => `has lost its server, ${exit(row.exit_code)}, and is started again`,
   end: (row) => `has ended the run, ${exit(row.exit_code)}`,
 };
+const TOLD = new Set([0, 143, -15, 130, -2]); // of those who ended well, or when they were told to
 const HIDDEN = new Set(["event", "timestamp", "datestamp", "worker", "traceback"]);
 
 function exit(code) { return code < 0 ? `killed by signal ${-code}` : `exit code ${code}`; }
@@ -67,6 +70,6 @@ export function told(row) {
     .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
   const text = EVENTS[row.event]?.(row) ?? `${row.event} ${rest()}`.trim();
   const isBad = row.died || ["lost", "failed", "server died", "unsaved", "handler failed"].includes(row.event)
-    || (["exit", "end"].includes(row.event) && row.exit_code !== 0) || Boolean(row.refused);
+    || (["exit", "end"].includes(row.event) && !TOLD.has(row.exit_code)) || Boolean(row.refused);
   return { who: row.worker === undefined ? "host" : `worker ${row.worker}`, text, isBad };
 }
