@@ -8,7 +8,6 @@ page    the record of 64 workers with 10,000 rows each: seconds until everything
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -60,48 +59,69 @@ def main() -> None:
 
 
 def cost(folder: Path, seconds: float, turns: int) -> list[dict[str, object]]:
-    """Samples per second of two workers, watched and not in turn."""
+    """Samples per second of two workers, watched and not in turn, and what the page's process used."""
     (folder / "train.py").write_text(SCRIPT)
-    options = ["-n", "2", "-q", "--web", "--name", "cost", "--snapshot-every", "0", "--total-duration", "3600"]
-    log = (folder / "run.log").open("w+")
-    # With -q the address is not printed: another page of the same run is opened, as a person would.
-    run = subprocess.Popen([str(MANIPLE), "run", *options, "train.py"], cwd=folder, stdout=log)
-    events = folder / "runs/cost/events"
+    command = [str(MANIPLE), "run", "-n", "2", "--web", "--name", "cost", "--snapshot-every", "0", "train.py"]
+    events, log = folder / "runs/cost/events", folder / "printed"
+    with log.open("w") as printed:
+        run = subprocess.Popen(command, cwd=folder, stdout=printed, stderr=printed)
+    rates: dict[str, list[float]] = {"not watched": [], "watched": []}
+    used: dict[str, list[float]] = {kind: [] for kind in rates}
     try:
         wait_for(lambda: all(newest(events, rank) for rank in range(2)))
-        with page(folder / "runs/cost") as address:
-            rates: dict[str, list[float]] = {"not watched": [], "watched": []}
-            for turn in range(turns + 1):
-                for kind, found in rates.items():
-                    rate = measured(events, seconds, address if kind == "watched" else None)
-                    if turn:
-                        found.append(rate)
+        address = re.findall(r"page: (http\S+)", log.read_text())[0]
+        pid = page_pid(run.pid)
+        for turn in range(turns + 1):
+            for kind in rates:
+                rate, cores = measured(events, seconds, pid, address if kind == "watched" else None)
+                if turn:
+                    rates[kind].append(rate)
+                    used[kind].append(cores)
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(60)
     medians = {kind: statistics.median(found) for kind, found in rates.items()}
     ratios = [watched / alone for alone, watched in zip(rates["not watched"], rates["watched"], strict=True)]
     return [
-        {"case": kind, "samples/s": median, "of not watched": median / medians["not watched"]}
-        | ({"median of ratios": statistics.median(ratios)} if kind == "watched" else {})
+        {
+            "case": kind,
+            "samples/s": median,
+            "of not watched": median / medians["not watched"],
+            "median of ratios": statistics.median(ratios) if kind == "watched" else None,
+            "cores used by the page": statistics.median(used[kind]),
+        }
         for kind, median in medians.items()
     ]
 
 
-def measured(events: Path, seconds: float, address: str | None) -> float:
-    """Samples per second of both workers together."""
+def page_pid(launcher: int) -> int:
+    """The process that serves the page of a run."""
+    tasks = Path(f"/proc/{launcher}/task").iterdir()
+    pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return next(pid for pid in pids if b"maniple.watch" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def cpu_s(pid: int) -> float:
+    """The seconds of processors that a process has used."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(events: Path, seconds: float, page: int, address: str | None) -> tuple[float, float]:
+    """Samples per second of both workers together, and the cores that the page's process kept busy."""
     viewer = None if address is None else subprocess.Popen([sys.executable, "-c", VIEWER, address])
     try:
         time.sleep(1.5)  # the viewer begins, and is told everything first
-        before = [newest(events, rank) for rank in range(2)]
+        before, begin, used = [newest(events, rank) for rank in range(2)], time.monotonic(), cpu_s(page)
         time.sleep(seconds)
+        cores = (cpu_s(page) - used) / (time.monotonic() - begin)
         after = [newest(events, rank) for rank in range(2)]
     finally:
         if viewer is not None:
             viewer.kill()
             viewer.wait()
     pairs = zip(before, after, strict=True)
-    return sum((b["samples"] - a["samples"]) / (b["elapsed"] - a["elapsed"]) for a, b in pairs)
+    return sum((b["samples"] - a["samples"]) / (b["elapsed"] - a["elapsed"]) for a, b in pairs), cores
 
 
 VIEWER = """
@@ -124,22 +144,6 @@ def newest(events: Path, rank: int) -> dict[str, float] | None:
         file.seek(max(0, path.stat().st_size - 200_000))
         rows = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"event":"progress"')]
     return json.loads(rows[-1]) if rows else None
-
-
-@contextlib.contextmanager
-def page(run: Path):
-    """The page of a run, served; gives its address."""
-    command = [str(MANIPLE), "watch", str(run), "--web"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if found := re.search(r"http\S+", line):
-                yield found[0]
-                break
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(30)
 
 
 def first_news(run: Path) -> dict[str, object]:

@@ -23,8 +23,8 @@ from tests.process.conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
 ARTEFACTS = Path(__file__).parents[2] / "artefacts"
 CHROMIUM = shutil.which("chromium")
 OPTIONS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
 ]  # fmt: skip
 SOON_MS = 1000 * PATIENCE_S
 SCRIPT = """
@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("web")
     (folder / "train.py").write_text(SCRIPT)
     # Its output to a file: nobody reads a pipe while the tests look at the page.
-    command = f"exec {MANIPLE} run -n 2 --name web --web train.py > printed 2>&1"
+    command = f"exec {MANIPLE} run -n 2 --name web --web --listen 127.0.0.1:0 train.py > printed 2>&1"
     run = Shown(folder, "web", ["sh", "-c", command], BARE)
     yield run
     if run.process.poll() is None:
@@ -85,8 +85,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 
 @pytest.fixture(scope="module")
 def only_shown(run: Shown) -> Iterator[str]:
-    """The same run shown by `maniple watch --web --read-only`; the address of its page."""
-    command = [str(MANIPLE), "watch", str(run.folder), "--web", "--read-only"]
+    """The same run shown through its host, as from another machine, and for reading only; the address of its page."""
+    host = json.loads((run.folder / "host.json").read_text())["address"]
+    command = [str(MANIPLE), "watch", host, "--token-file", str(run.folder / "token"), "--web", "--read-only"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         yield next(found[0] for line in watch.stdout if (found := re.search(r"http\S+", line)))

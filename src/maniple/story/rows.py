@@ -27,6 +27,7 @@ class ProgressRow(msgspec.Struct):
     bytes: int = 0
     cpu: float = 0.0
     memory: int = 0
+    gpu_memory: int = -1  # it uses none
     staleness: float = -1.0  # nothing was exchanged
     ages: list[int] = []
     together: dict[str, int] = {}

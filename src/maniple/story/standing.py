@@ -137,5 +137,5 @@ class Standing:
             split,
             column(rows, "samples") + self.before.samples,
             {"sync_share": column(rows, "sync_share"), "staleness": column(rows, "staleness"), **rates}
-            | {"memory_bytes": column(rows, "memory")},
+            | {"memory_bytes": column(rows, "memory"), "gpu_memory_bytes": column(rows, "gpu_memory")},
         )

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from maniple.errors import ManipleError
+from maniple.errors import HostAway, ManipleError
 from maniple.host.reach import reach_to_watch
 from maniple.launch.whereabouts import Whereabouts, find_host
 from maniple.record import Folder
@@ -36,6 +36,7 @@ class Subject:
         path = Path(self._close.enter_context(tempfile.TemporaryDirectory(prefix="maniple-watch-")))
         self._mirror, self.folder = Mirror(place, path), Folder(path)
         self._close.callback(self._mirror.close)
+        self._find()
 
     def __enter__(self) -> "Subject":
         return self
@@ -44,6 +45,17 @@ class Subject:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close.close()
+
+    def _find(self) -> None:
+        """See the host once, so that a wrong address or token is told at the beginning; later it may be away."""
+        try:
+            self.bring()
+        except BaseException:
+            self._close.close()
+            raise
+        if self._mirror is not None and self._mirror.is_away:
+            self._close.close()
+            raise HostAway(f"no host answers at {self.name}: {self._mirror.away}. Check the address, or give a folder.")
 
     def bring(self) -> None:
         """Bring the folder up to date, if the run is elsewhere."""

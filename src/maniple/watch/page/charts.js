@@ -41,8 +41,12 @@ export class Charts {
     this.#panel("Participation", "rounds by the workers in them", (into) => this.#drawTogether(into));
   }
 
-  // Offer the names that were logged.
+  // Offer the names that were logged, and a chart of what only some workers measure.
   offerNames() {
+    if (!this.hasGpu && this.store.names("measured").includes("gpu_memory_bytes")) {
+      this.hasGpu = true;
+      this.#panel("GPU memory", "of the process", (into) => this.#drawMeasured(into, "gpu_memory_bytes"));
+    }
     const names = this.store.names("logged").sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
     const select = find("value");
     if (names.length && names.join() !== [...select.options].map((one) => one.value).join()) {
@@ -95,7 +99,7 @@ export class Charts {
   // How moments become places on an axis.
   #axis(against) {
     const size = this.store.small.run?.epoch_size;
-    if (against === "samples") return { title: "samples of all workers", of: (t) => this.store.samplesAt(t) };
+    if (against === "samples") return { title: this.store.small.totals?.samples ? "samples of all workers" : "samples: nobody has counted them", of: (t) => this.store.samplesAt(t) };
     if (against === "epochs") {
       return { title: size ? `epochs of ${size} samples` : "epochs: no sampler has told their size",
         of: (t) => (size ? this.store.samplesAt(t) / size : 0) };

@@ -53,6 +53,8 @@ function state() {
   if (isConnected && !small.is_whole) return ["wait", "reading the record"];
   if (code !== null) return code === 0 ? ["", "ended well"] : ["bad", `ended with exit code ${code}`];
   if (!isConnected) return ["bad", "the page has lost its server, and tries again"];
+  if (small.described.asked?.center === "mpi") return small.totals.live ? ["good", "training"] : ["", "nobody trains"]; // it has no host
+  if (small.host.words.startsWith("has not begun")) return ["wait", "has not begun yet"];
   if (!small.host.is_alive) return ["bad", "the host does not answer"];
   if (small.run.stop) return ["wait", `stopping: ${small.run.stop}`];
   return small.totals.live ? ["good", "training"] : ["wait", "starting"];
