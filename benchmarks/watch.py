@@ -72,10 +72,10 @@ def cost(folder: Path, seconds: float, turns: int) -> list[dict[str, object]]:
         address = re.findall(r"page: (http\S+)", log.read_text())[0]
         pid = page_pid(run.pid)
         for turn in range(turns + 1):
-            for kind in rates:
+            for kind, found in rates.items():
                 rate, cores = measured(events, seconds, pid, address if kind == "watched" else None)
                 if turn:
-                    rates[kind].append(rate)
+                    found.append(rate)
                     used[kind].append(cores)
     finally:
         run.send_signal(signal.SIGINT)

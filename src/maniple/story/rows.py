@@ -1,6 +1,7 @@
 """Rows by the thousand: those of one kind are decoded together, and become columns."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,7 +61,7 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
 
 def column(rows: list[ProgressRow], name: str) -> np.ndarray:
     """One number of each row."""
-    return np.array([getattr(row, name) for row in rows], np.float64)
+    return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
 
 
 def _decoded(decoder: "msgspec.json.Decoder[list[T]]", lines: list[bytes]) -> list[T]:
