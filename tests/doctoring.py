@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import click
 from click.testing import CliRunner
 
 from maniple.cli import cli
@@ -19,6 +20,8 @@ def doctor(*arguments: str) -> tuple[int, Findings]:
     if isinstance(done.exception, ManipleError):
         return done.exception.exit_code, [{"check": "", "level": "", "text": str(done.exception)}]
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    if done.exit_code == click.UsageError.exit_code:
+        return done.exit_code, [{"check": "", "level": "", "text": done.stderr}]
     return done.exit_code, read(done.stdout)
 
 

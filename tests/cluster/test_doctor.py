@@ -57,7 +57,7 @@ def test_other_machines_are_looked_at_by_ssh(cluster: Cluster, tmp_path):
     assert_found(found, "far ssh", "grave", "h3 is not reached by ssh", "ssh -o BatchMode=yes h3 true")
     assert_found(found, "far ssh", "grave", "nowhere is not reached by ssh", "resolve")
     assert_found(found, "far ssh", "ok", "h1 is reached")
-    assert_found(found, "far versions", "ok", "h1 has the same versions")
+    assert_found(found, "far versions", "ok", "h1 has the same Python")
     assert_found(found, "far folder", "ok", f"h1 has {tmp_path} and the same train.py")
     assert_found(found, "far folder", "grave", f"h2 has no train.py in {tmp_path}", "scp")
     assert_found(found, "way back", "ok", "h1 reaches this machine as h0")

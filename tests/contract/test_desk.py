@@ -14,14 +14,16 @@ import pytest
 
 from maniple.center import Segment
 from maniple.center.segment import LIVE
+from maniple.changes import Changes
 from maniple.controller import Controller
-from maniple.errors import BadFrame, HandlerFailed, InvalidArgument, ManipleError, WaitedTooLong
+from maniple.errors import BadFrame, HandlerFailed, InvalidArgument, ManipleError, SharedMemoryFull, WaitedTooLong
 from maniple.host.best import Best
 from maniple.host.desk import Desk, Minutes
-from maniple.host.keeping import begin_again
+from maniple.host.keeping import begin_again, forget_changes
 from maniple.place import Limits
 from maniple.record import Events, read_events
 from maniple.wire.messages import Request
+from tests.limits import file_limit
 
 PATIENCE_S = 60.0  # only against hanging
 
@@ -402,3 +404,26 @@ def test_best_that_was_kept_before_a_kill_is_not_kept_anew(tmp_path):
     assert (tmp_path / "best" / "which").read_text() == "2"
     best.prune(2)
     assert not (tmp_path / "best-000001").exists()
+
+
+def test_changed_settings_outlive_servers_and_give_way_to_what_is_said_anew(served):
+    assert served.desk.changes == ""
+    served.desk.change({"alpha": 0.3, "every": 20})
+    served.ask("add", 1, value=5)
+    begin_again(served.segment)
+    served.start()
+    assert Changes.read(served.desk.changes).since(Changes()) == {"alpha": 0.3, "every": 20}
+    assert served.desk.change({"every": 5}).number == 2
+    forget_changes(served.segment, rule=False, pace=True)  # --resume RUN --every 10
+    served.start()
+    assert Changes.read(served.desk.changes).since(Changes()) == {"alpha": 0.3}
+
+
+def test_a_change_that_cannot_be_written_down_is_refused(served):
+    served.desk.change({"alpha": 0.3})
+    before = served.desk.changes
+    with file_limit(0), pytest.raises(SharedMemoryFull):
+        served.desk.change({"alpha": 0.4})
+    assert served.desk.changes == before
+    served.start()
+    assert served.desk.changes == before

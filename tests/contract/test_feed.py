@@ -1,99 +1,25 @@
 """Feeds: one suite for batches that go through shared memory and over TCP, between threads and real processes."""
 
 import itertools
-import os
-import random
-import signal
-import subprocess
 import sys
-import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from maniple.center import Segment
-from maniple.center.link import Door
-from maniple.errors import Conflict, HostAway, InvalidArgument, ManipleError, ProducerFailed, WaitedTooLong
-from maniple.feed import remote, roll
-from maniple.feed.batch import Batch
+from maniple.errors import Conflict, HostAway, InvalidArgument, ProducerFailed, WaitedTooLong
+from maniple.feed import roll
 from maniple.feed.batches import Batches
 from maniple.feed.near import NearSink, NearSource
 from maniple.feed.producer import Feed
-from maniple.feed.remote import RemoteSink, RemoteSource
 from maniple.feed.ring import EMPTY, MARK, STATE, Ring
 from maniple.launch.producers import Producers
 from maniple.place import Place, environment
-from maniple.wire.address import Address
+from tests.contract.feeding import WAIT_S, Alone, Ends, for_seconds, kill, push, together
 
-from ..serving import TOKEN, Serving
-
-WAIT_S = 60
-
-
-@dataclass
-class Ends:
-    """Opens both ends of feeds over one transport, and closes them after the test."""
-
-    host: Any
-    is_far: bool
-    opened: list[Any] = field(default_factory=list)
-
-    def sink(self, name: str = "x", *, index: int = -1, count: int = 1, high_water: int = 4) -> Any:
-        if self.is_far:
-            place = Place(address=str(self.host.address), token=TOKEN, producer=index, producers=count)
-            self.opened.append(RemoteSink(place, name, high_water))
-        else:
-            path = self.host.segment.path
-            self.opened.append(NearSink(path, name, index=index, count=count, number=-1, high_water=high_water))
-        return self.opened[-1]
-
-    def launched(self, name: str, number: int, **rest: Any) -> NearSink:
-        """The end of a producer that the launcher has started: it is on the host's machine."""
-        told = {"index": 0, "count": 1, "high_water": 4} | rest
-        self.opened.append(NearSink(self.host.segment.path, name, number=number, **told))
-        return self.opened[-1]
-
-    def source(self, name: str = "x") -> Any:
-        place = Place(address=str(self.host.address), token=TOKEN)
-        self.opened.append(RemoteSource(place, name) if self.is_far else NearSource(self.host.segment.path, name))
-        return self.opened[-1]
-
-    def batches(self, name: str = "x", **rest: Any) -> Batches:
-        return Batches(name, self.source(name), **rest)
-
-    def spawn(self, code: str) -> subprocess.Popen[str]:
-        """A process that says a line when it has come to its point, and then waits to be killed."""
-        env = {"MANIPLE_SEGMENT": str(self.host.segment.path)}
-        if self.is_far:
-            env = {"MANIPLE_ADDRESS": str(self.host.address), "MANIPLE_TOKEN": TOKEN}
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env=os.environ | env,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        return process
-
-
-class Alone:
-    """A segment without a server."""
-
-    def __init__(self, root: Path) -> None:
-        (root / "run").mkdir()
-        self.segment = Segment.create(root, "0123456789abcdef", root / "run")
-        self.address = None
-
-    def close(self) -> None:
-        self.segment.remove()
+from ..serving import Serving
 
 
 @pytest.fixture(params=["shared", "tcp"])
@@ -104,41 +30,6 @@ def ends(request: pytest.FixtureRequest, tmp_path) -> Iterator[Ends]:
     for one in ends.opened:
         one.close()
     ends.host.close()
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=WAIT_S)
-
-
-def for_seconds(seconds: float) -> Callable[[], bool]:
-    """A `should_stop` for a loop that would not end otherwise."""
-    deadline = time.monotonic() + seconds
-    return lambda: time.monotonic() > deadline
-
-
-def push(sink: Any, *arrays: Any) -> None:
-    sink.put(Batch.of(arrays))
-
-
-def together(*acts: Callable[[], None]) -> None:
-    """Do all at once, and raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def guarded(act: Callable[[], None]) -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(act,), daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors[0]
 
 
 def flow(ends: Ends, counts: list[int], workers: int) -> list[list[tuple[int, int]]]:
@@ -465,34 +356,6 @@ def test_producer_started_by_hand_may_come_before_the_launchers(ends, monkeypatc
     feed._is_closed = True
 
 
-def test_connection_that_breaks_after_a_quiet_time_is_mended(tmp_path):
-    host = Serving(tmp_path)
-    place = Place(address=str(host.address), token=TOKEN, host_deadline_s=0.2)
-    sink, source = RemoteSink(place, "x", 4), RemoteSource(place, "x")
-    push(sink, [1.0])
-    assert source.take(WAIT_S)[0].tolist() == [1.0]
-    time.sleep(0.4)
-    for one in (sink, source):
-        one._line._link.abort()
-    push(sink, [2.0])
-    sink.end(None)
-    assert [arrays[0].tolist() for arrays in Batches("x", source)] == [[2.0]]
-    for one in (sink, source, host):
-        one.close()
-
-
-def test_producer_that_ends_does_not_wait_long_for_a_host_that_is_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_LAST_S", 0.2)
-    host = Serving(tmp_path)
-    sink = RemoteSink(Place(address=str(host.address), token=TOKEN), "x", 4)
-    sink._line._link.abort()
-    sink._line._link._door = Door(Address(path=str(tmp_path / "gone")), TOKEN)
-    with pytest.raises(HostAway, match=r"away for 0\.2 s"):
-        sink.end(None)
-    sink.close()
-    host.close()
-
-
 def test_ends_of_the_run_are_noticed_by_those_who_wait(tmp_path):
     host = Alone(tmp_path)
     try:
@@ -507,107 +370,3 @@ def test_ends_of_the_run_are_noticed_by_those_who_wait(tmp_path):
         list(Batches("y", source))
     sink.close()
     source.close()
-
-
-def test_pushes_survive_broken_connections_exactly_once(tmp_path):
-    host = Serving(tmp_path)
-    ends = Ends(host, True)
-    rng = random.Random(1)
-    sink, batches, taken = ends.sink(high_water=3), ends.batches(), []
-    done = threading.Event()
-
-    def produce() -> None:
-        for number in range(60):
-            push(sink, [number], np.zeros(rng.choice([1, 50_000, 400_000])))
-        sink.end(None)
-        done.set()
-
-    def cut() -> None:
-        while not done.wait(rng.uniform(0.0, 0.03)):
-            sink._line._link.abort()
-
-    together(produce, cut, lambda: taken.extend(int(arrays[0][0]) for arrays in batches))
-    for one in ends.opened:
-        one.close()
-    host.close()
-    assert taken == list(range(60))
-
-
-def test_worker_whose_connection_breaks_goes_on(tmp_path):
-    host = Serving(tmp_path)
-    ends = Ends(host, True)
-    sink, source, taken = ends.sink(high_water=3), ends.source(), []
-    done = threading.Event()
-
-    def produce() -> None:
-        for number in range(40):
-            push(sink, [number], np.zeros(100_000))
-        sink.end(None)
-
-    def consume() -> None:
-        taken.extend(int(arrays[0][0]) for arrays in Batches("x", source))
-        done.set()
-
-    def cut() -> None:
-        while not done.wait(0.02):
-            source._line._link.abort()
-
-    together(produce, consume, cut)
-    for one in ends.opened:
-        one.close()
-    host.close()
-    assert set(taken) == set(range(40))  # at least once across a break
-
-
-def test_hostile_words_on_a_feed_are_refused(tmp_path):
-    from maniple.center.link import Door, Link
-    from maniple.wire import batches as said
-    from maniple.wire.messages import Refusal
-
-    host = Serving(tmp_path)
-    try:
-        for first, second in (
-            (said.Supply("../x", 0, 1, 4), None),
-            (said.Supply("x", 7, 1 << 40, 4), None),
-            (said.Fetch(""), None),
-            (said.Room(), None),
-            (said.Supply("x", -1, 1, 4), said.Push(1, -5)),
-            (said.Supply("x", -1, 1, 4), said.Push(0, 8)),
-            (said.Supply("x", -1, 1, 4), said.Got(1)),
-        ):
-            link = Link(Door(host.address, TOKEN), "feed")
-            stream = link.stream()
-            stream.send(first)
-            if second is not None:
-                assert isinstance(stream.receive_message(), said.Supplied)
-                stream.send(second)
-            assert isinstance(stream.receive_message(), Refusal)
-            link.drop()
-        link = Link(Door(host.address, TOKEN), "feed")
-        stream = link.stream()
-        for message, payload in ((said.Supply("z", -1, 1, 4), b""), (said.Push(1, 64), b"")):
-            stream.send(message, payload)
-            stream.receive_message()
-        stream.send(said.Batch(1), b"\xff" * 64)  # no batch
-        refusal = stream.receive_message()
-        assert isinstance(refusal, Refusal) and refusal.kind == "BadFrame"
-        link.drop()
-    finally:
-        host.close()
-
-
-def test_errors_of_the_host_are_raised_as_what_they_are(tmp_path, monkeypatch):
-    from maniple.errors import SharedMemoryFull
-
-    def full(*_: Any) -> None:
-        raise SharedMemoryFull("no room")
-
-    host = Serving(tmp_path)
-    ends = Ends(host, True)
-    sink = ends.sink()
-    monkeypatch.setattr(Ring, "buffer", full)
-    with pytest.raises(SharedMemoryFull, match="no room"):
-        push(sink, [1.0])
-    assert issubclass(SharedMemoryFull, ManipleError)
-    sink.close()
-    host.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from maniple.center.segment import DEAD, LIVE, Segment
+from maniple.errors import InvalidArgument
 from maniple.host.membership import Membership
 from maniple.record import Events
 from maniple.wire.messages import Join
@@ -58,3 +59,17 @@ def test_guest_that_nobody_has_announced_is_not_its_predecessor(segment):
     before = segment.incarnation(0)
     members.join("b", object(), Join("here", os.getpid(), 0, 1, is_near=True))
     assert segment.incarnation(0) == before + 1
+
+
+def test_an_elastic_launcher_may_start_more_or_fewer_the_next_time(segment):
+    members = Membership(segment, Events(None), 2, are_guests=True)
+    for rank in (3, 0, 1, 2):  # in any order
+        members.join(f"of-four-{rank}", object(), Join("here", os.getpid(), rank, 0, is_near=True, guests=4))
+    assert segment.guests == 4
+    assert members.join("stranger", object(), Join("there", 1, -1, 0))[0] == 4
+    members.join("of-two-1", object(), Join("here", os.getpid(), 1, 0, is_near=True, guests=2))
+    members.join("of-two-0", object(), Join("here", os.getpid(), 0, 0, is_near=True, guests=2))
+    assert segment.guests == 2, "worker 0 knows best"
+    assert Membership(segment, Events(None), 4, are_guests=True).join("again", object(), Join("there", 1, -1, 0))[0] > 1
+    with pytest.raises(InvalidArgument, match="has the rank of one of them"):
+        members.join("of-five-0", object(), Join("here", os.getpid(), 0, 0, is_near=True, guests=5))

@@ -1,6 +1,5 @@
-"""The controller and its workers, in real runs: questions, answers, limits, validation, deaths."""
+"""The controller and its workers, in real runs: questions, answers, mistakes, deaths."""
 
-import itertools
 import json
 import os
 import re
@@ -19,8 +18,9 @@ from safetensors.numpy import load_file
 import maniple
 from maniple.controller.loading import load
 from maniple.errors import InvalidArgument
+from tests.process.controlling import BEGIN, logged, resume
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from .conftest import PATIENCE_S, await_
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 
@@ -65,18 +65,9 @@ CONTROLLER = """
                 return self.state
             return super().handle_control(request, worker, info)
 """
+
+
 MINE = ("--controller", "control.py:Mine", "--controller-arg", "greeting=hello")
-# Every step adds 1 to each element of the center, so that the center counts the steps of all.
-BEGIN = """
-    import os, pathlib, signal, sys, time
-    import numpy as np, maniple
-    worker = maniple.join()
-    params = {"w": np.zeros(1000)}
-    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
-    def train():
-        params["w"] += 1
-        replica.step()
-"""
 
 
 @pytest.fixture
@@ -85,25 +76,6 @@ def control(tmp_path: Path) -> Path:
     path = tmp_path / "control.py"
     path.write_text(textwrap.dedent(CONTROLLER))
     return path
-
-
-def logged(run, rank: int, name: str) -> list:
-    """What a worker has logged under a name."""
-    return [row[name] for row in run.events(rank, "log") if name in row]
-
-
-def resume(run, *options: str) -> None:
-    """Go on with a run that has ended, with its script and one worker."""
-    command = [MANIPLE, "run", "--resume", run.folder, "-n", "1", *options, "script0.py"]
-    again = subprocess.run(
-        command, cwd=run.folder.parents[1], capture_output=True, text=True, timeout=PATIENCE_S
-    )  # fmt: skip
-    assert again.returncode == 0, again.stderr + again.stdout
-
-
-def steps(run, workers: int) -> int:
-    """The steps that all workers have made, over all their lives."""
-    return sum(run.events(rank, "progress")[-1]["step"] for rank in range(workers))
 
 
 def test_questions_and_answers_of_all_forms(run, control):
@@ -349,182 +321,6 @@ def test_members_come_and_go_are_written_down_and_counted(start, control, tmp_pa
     assert len(going.events("server", "joined")) == 3
 
 
-def test_plain_loop_stops_at_max_batches(run):
-    done = run(
-        BEGIN + """
-    worker.ask("next")  # waits for the controller, which starts at the same time as the workers
-    while not worker.should_stop:
-        train()
-        time.sleep(0.002)
-        """,
-        "-n", "2", "--max-batches", "1500",
-    )  # fmt: skip
-    assert done.process.returncode == 0, done.output
-    total = steps(done, 2)
-    assert 1500 <= total < 2500, "a beat or two more"
-    assert done.center["w"].tolist() == [total] * 1000
-    (stop,) = done.events("server", "stop")
-    assert "--max-batches 1500" in stop["reason"]
-    assert "everybody stops" in done.output
-
-
-def test_loop_that_asks_stops_at_max_batches_exactly(run):
-    done = run(
-        BEGIN + """
-    while worker.ask("next") != "stop":
-        train()
-        """,
-        "-n", "2", "--max-batches", "300",
-    )  # fmt: skip
-    assert done.process.returncode == 0, done.output
-    assert 300 <= steps(done, 2) <= 301, "one may be under way when the other makes the last"
-
-
-def test_loop_without_a_model_counts_by_done(run):
-    done = run(
-        """
-        import maniple
-        worker, made = maniple.join(), 0
-        while worker.ask("next", done=5 if made else 0) != "stop":
-            made += 5
-        worker.log(made=made)
-        """,
-        "-n", "2", "--max-batches", "100",
-    )  # fmt: skip
-    assert done.process.returncode == 0, done.output
-    assert 100 <= sum(logged(done, rank, "made")[0] for rank in range(2)) <= 110
-
-
-def test_run_stops_after_total_duration(run):
-    done = run(
-        BEGIN + """
-    while not worker.should_stop:
-        train()
-        time.sleep(0.01)
-        """,
-        "-n", "2", "--total-duration", "1",
-    )  # fmt: skip
-    assert done.process.returncode == 0, done.output
-    (stop,) = done.events("server", "stop")
-    assert "1 s have passed" in stop["reason"]
-    begin = min(row["timestamp"] for row in done.events("server", "joined"))
-    assert stop["timestamp"] - begin > 0.9, "no earlier than it should"
-
-
-VALIDATING = (
-    BEGIN
-    + """
-    def validate():
-        number = len(list(pathlib.Path(".").glob("validated-*")))
-        begin = time.time()
-        with replica.center():
-            seen = float(params["w"].max())
-        if len(sys.argv) > 1 and number == 1 and not pathlib.Path("killed").exists():
-            pathlib.Path("killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
-        loss = [3.0, 2.0, 1.0, float("nan"), 1.5][min(number, 4)]
-        worker.log(begin=begin, end=time.time(), loss=loss, seen=seen)
-        pathlib.Path(f"validated-{number}").touch()
-        return worker.ask("validated", loss=loss)
-    while (verdict := worker.ask("next")) != "stop":
-        if verdict == "validate":
-            worker.log(news=validate())
-        else:
-            train()
-            time.sleep(0.001)
-"""
-)
-
-
-def validations(run) -> list[dict]:
-    rows = [row for rank in range(2) for row in run.events(rank, "log") if "loss" in row]
-    return sorted(rows, key=lambda row: row["begin"])
-
-
-def test_early_stopping_with_one_validator_at_a_time(start):
-    done = start(VALIDATING, "-n", "2", "--validate-every", "40", "--patience", "3")
-    assert done.wait() == 0, done.output
-    rows = validations(done)
-    assert [row["loss"] for row in rows] == [3, 2, 1, "nan", 1.5, 1.5]
-    for one, other in itertools.pairwise(rows):
-        assert one["end"] < other["begin"], "never two at once"
-    (stop,) = done.events("server", "stop")
-    assert "3 validations brought nothing better" in stop["reason"]
-    news = sorted((new for rank in range(2) for new in logged(done, rank, "news")), key=str)
-    assert (
-        news
-        == [{"best": False, "stop": False}] * 2 + [{"best": False, "stop": True}] + [{"best": True, "stop": False}] * 3
-    )
-
-    folder = done.folder / "center"
-    assert not (folder / "candidate").exists()
-    assert [path.name for path in folder.glob("best-*")] == ["best-000003"], "only the best is kept"
-    best = load_file(folder / "best" / "center-0.safetensors")["w"]
-    assert 80 <= best[0] <= rows[2]["seen"], "as it was when the third validation began"
-    (before,) = set(done.center["w"])
-    resume(done, "--max-batches", f"{before + 30:.0f}")
-    (after,) = set(done.center["w"])
-    assert before < after, "it goes on with the newest center"
-    assert load_file(folder / "best" / "center-0.safetensors")["w"][0] == best[0], "and the best is still there"
-
-
-def test_another_worker_takes_over_when_the_validator_is_killed(run):
-    done = run(
-        VALIDATING, "-n", "2", "--restarts", "1", "--validate-every", "40", "--patience", "2", args=("kill",)
-    )  # fmt: skip
-    assert done.process.returncode == 0, done.output
-    assert len([row for row in done.events("host", "exit") if row["died"]]) == 1
-    rows = validations(done)
-    assert [row["loss"] for row in rows] == [3, 2, 1, "nan", 1.5], "the second was made by another"
-    for one, other in itertools.pairwise(rows):
-        assert one["end"] < other["begin"]
-
-
-def alone(script: str, folder: Path, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_worker_alone_is_its_own_controller(tmp_path):
-    said = alone(
-        BEGIN + """
-    verdicts, made = [], 0
-    while not worker.should_stop:
-        verdicts.append(worker.ask("next"))
-        if verdicts[-1] == "validate":
-            verdicts.append(worker.ask("validated", loss=1.0)["best"])
-        train()
-        made += 1
-    verdicts.append(worker.ask("next"))
-    print(made, *verdicts)
-    try:
-        worker.ask("something else")
-    except maniple.ManipleError as error:
-        print(error)
-        """,
-        tmp_path, MANIPLE_MAX_BATCHES="5", MANIPLE_VALIDATE_EVERY="2",
-    )  # fmt: skip
-    first, second = said.splitlines()
-    assert first == "5 train train validate True train validate False stop"
-    assert "nobody here answers 'something else'" in second
-    assert not (tmp_path / "runs").exists()
-
-
-def test_worker_alone_without_limits_trains_on(tmp_path):
-    said = alone(BEGIN + """
-    for _ in range(100):
-        train()
-        assert worker.ask("next") == "train" and not worker.should_stop
-    print(worker.ask("stop"), worker.should_stop)
-    """, tmp_path)  # fmt: skip
-    assert said == "{'stop': True} True\n"
-
-
 SERVING = """
     import sys
     import maniple
@@ -542,6 +338,8 @@ SERVING = """
         Mine().serve(int(sys.argv[2]), name="mine")
         print("served")
 """
+
+
 JOINING = """
     import sys, time
     import numpy as np, maniple

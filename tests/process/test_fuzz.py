@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 import maniple
 from maniple.wire.address import Address
 from maniple.wire.codecs import CODECS
+from maniple.wire.examination import Echo, Examine, Examined
 from maniple.wire.frames import HEAD, encode
 from maniple.wire.messages import (
     Ask,
@@ -173,7 +174,7 @@ class Attacker:
 
     def _strange(self) -> bytes:
         rng = self.rng
-        proof = Proof(rng.randbytes(32), rng.randbytes(32), rng.choice(["data", "control", "x"]), "evil")
+        proof = Proof(rng.randbytes(32), rng.randbytes(32), rng.choice(["data", "control", "doctor", "x"]), "evil")
         whole = encode(proof, 0)
         return rng.choice(
             [
@@ -194,21 +195,25 @@ class Attacker:
 
     def insider(self) -> None:
         """One connection that gets in, and a burst of requests of which at least one is broken."""
-        with contextlib.closing(self.server.connect(self.rng)) as link:
-            stream = Stream(link)
-            link.settimeout(None)
-            stream.set_timeout(10)
-            introduce(stream, self.server.token, "data", self.worker)
+        with contextlib.closing(self._introduced("data")) as link:
             frames = [*(self._frame() for _ in range(BURST - 1)), self._mutated(*self._request())]
             self._converse(link, b"".join(frames), len(frames))
 
+    def doctor(self) -> None:
+        """One connection that examines the host, and does not stop where it should."""
+        with contextlib.closing(self._introduced("doctor")) as link:
+            frames = [self._question() for _ in range(5)]
+            self._converse(link, b"".join(frames), len(frames))
+
+    def _question(self) -> bytes:
+        rng = self.rng
+        message = rng.choice([Examine(), Echo(), Examined(0.0, "node", self._number()), Pull("center-0", 0, "float32")])
+        payload = rng.randbytes(rng.choice([0, 3, 70_000]))
+        return self._mutated(message, payload) if rng.random() < 0.3 else encode(message, len(payload)) + payload
+
     def member(self) -> None:
         """One connection that joins, and beats wildly."""
-        with contextlib.closing(self.server.connect(self.rng)) as link:
-            stream = Stream(link)
-            link.settimeout(None)
-            stream.set_timeout(10)
-            introduce(stream, self.server.token, "control", self.worker)
+        with contextlib.closing(self._introduced("control")) as link:
             frames = [encode(Join("node", self._number(), self.rng.randrange(-1, 9), self._number()), 0)]
             for _ in range(5):
                 rows = self.rng.choice(ROWS)
@@ -219,11 +224,7 @@ class Attacker:
 
     def watcher(self) -> None:
         """One connection that watches, asks for what is none of its business, and gives orders that make no sense."""
-        with contextlib.closing(self.server.connect(self.rng)) as link:
-            stream = Stream(link)
-            link.settimeout(None)
-            stream.set_timeout(10)
-            introduce(stream, self.server.token, "watch", self.worker)
+        with contextlib.closing(self._introduced("watch")) as link:
             good = [
                 (Files(), b""),
                 (Read("run.json", 0), b""),
@@ -238,6 +239,14 @@ class Attacker:
             broken = encode(message, len(payload)) + payload
             frames.append(self._mutated(message, payload) if self.rng.random() < 0.3 else broken)
             self._converse(link, b"".join(frames), len(frames))
+
+    def _introduced(self, role: str) -> socket.socket:
+        link = self.server.connect(self.rng)
+        stream = Stream(link)
+        link.settimeout(None)
+        stream.set_timeout(10)
+        introduce(stream, self.server.token, role, self.worker)
+        return link
 
     def _frame(self) -> bytes:
         message, payload = self._request()
@@ -442,6 +451,7 @@ def _attack(server: Server, seed: int, frames: int, counts: Counter[str]) -> int
             attacker.stranger()
         for _ in range(50):
             attacker.member()
+            attacker.doctor()
             attacker.watcher()
 
     def inside(attacker: Attacker) -> None:

@@ -177,6 +177,8 @@ SETTINGS = [
                 "--mem",
                 "--model-size",
                 "--partition",
+                "--ray",
+                "--ray-address",
                 "--runs",
                 "--script",
                 "--slurm",

@@ -77,7 +77,7 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     for line in "\n".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
-        if words[:1] == ["maniple"] and words[1:2] in (["run"], ["submit"], ["doctor"]):
+        if words[:1] == ["maniple"] and words[1:2] in (["run"], ["submit"], ["doctor"], ["change"]):
             command = cli.commands[words[1]]
             with contextlib.suppress(Exit), click.Context(command, **command.context_settings) as context:
                 command.parse_args(context, words[2:])

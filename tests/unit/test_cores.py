@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maniple.launch.cores import core_list, divide_cores, split_cores
+from maniple.launch.cores import core_list, divide_cores, granted_cores, split_cores, threads_each
 
 ADDRESSES = ["0000:07:00.0", "0000:0f:00.0", "0000:87:00.0", "0000:90:00.0"]
 
@@ -81,6 +81,46 @@ def test_what_the_machine_does_not_tell_changes_nothing(machine):
     devices = ["cuda:0", "cuda:1", "cuda:2", "cuda:7"]
     assert divide_cores(ALL, devices, root=machine) == split_cores(ALL, 4)
     assert divide_cores(ALL, ["cuda:x", None], root=machine / "nowhere") == split_cores(ALL, 2)
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "granted", "threads"),
+    [
+        ({}, None, 32),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None, 32),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "600000 100000"}, 6.0, 3),
+        ({"proc/self/cgroup": "0::/../../pod", "sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5, 1),
+        (  # the limit of a group above this one
+            {
+                "proc/self/cgroup": "0::/job/step",
+                "sys/fs/cgroup/job/step/cpu.max": "max 100000",
+                "sys/fs/cgroup/job/cpu.max": "450000 100000",
+            },
+            4.5, 2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/a\n0::/",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "800000",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            8.0, 4,
+        ),
+        ({"proc/self/cgroup": "nonsense\n0::/", "sys/fs/cgroup/cpu.max": "1 0"}, None, 32),
+    ],
+)  # fmt: skip
+def test_threads_follow_the_time_that_control_groups_grant(tmp_path, files, granted, threads):
+    plant(tmp_path, files)
+    assert granted_cores(tmp_path) == granted
+    assert threads_each(64, 2, root=tmp_path) == threads
 
 
 @pytest.mark.parametrize(("text", "cores"), [("", set()), ("5\n", {5}), ("0-2,7", {0, 1, 2, 7})])

@@ -4,11 +4,14 @@ import threading
 
 import pytest
 
-from maniple.doctor import CHECKS, Case, examine, glance
+from maniple.doctor import CHECKS, Case, examine, glance, probe
 from maniple.doctor.finding import Check, Finding, fine, grave, warning
 from maniple.doctor.slurm import duration_s, parse_nodes, size_mb
 from maniple.errors import InvalidArgument
+from maniple.launch import meeting
+from maniple.launch.room import Room
 from maniple.place.machine import binding_variables, values_of, visible_gpus
+from maniple.record.versions import versions
 
 
 def check(name: str, look, **rest) -> Check:
@@ -53,10 +56,10 @@ def test_what_others_have_said_becomes_one_line():
     assert str(grave("ssh:\n  no route\n", limit="5 s", fix="Go.")) == "ssh: no route (5 s). Go."
 
 
-def test_launchers_tell_the_warnings_of_quick_checks_only():
+def test_launchers_tell_what_quick_checks_find_that_is_not_fine():
     warn = lambda _: [fine("a"), warning("b", limit="", fix="Do."), grave("c", limit="", fix="Do.")]  # noqa: E731
     found = glance(Case(), [check("quick", warn, is_quick=True), check("slow", warn)])
-    assert [(one.check, one.seen) for one in found] == [("quick", "b")]
+    assert [(one.check, one.seen) for one in found] == [("quick", "b"), ("quick", "c")]
 
 
 def test_launchers_do_not_wait_for_a_check_that_hangs(monkeypatch):
@@ -78,9 +81,43 @@ def test_what_several_checks_need_is_found_out_once():
     assert calls == [1]
 
 
+def test_checks_wait_only_for_what_they_need():
+    case, other = Case(), threading.Event()
+
+    def wait(case: Case) -> list[Finding]:
+        return [fine(str(case.once("slow", lambda _: other.wait(30))))]
+
+    def free(case: Case) -> list[Finding]:
+        return [fine(str(case.once("other", lambda _: other.set())))]
+
+    assert [one.seen for one in examine(case, [check("a", wait), check("b", free)])] == ["True", "None"]
+
+
+def test_what_runs_at_the_far_end_agrees_with_what_runs_here():
+    assert probe.versions() == versions()
+    assert probe.PORTS == meeting._PORTS
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "workers", "level", "words"),
+    [
+        (1, 1, 3, "ok", "3 fit at a time"),
+        (2, 0, 4, "warning", "3 fit at a time"),
+        (5, 0, 1, "grave", "no node has 5 CPUs"),
+        (1, 3, 1, "grave", "the largest have 4 CPUs and 2 GPUs"),
+    ],
+)
+def test_workers_fit_on_nodes_of_ray_or_not(cpus, gpus, workers, level, words):
+    case = Case(workers=workers, ray=Room("auto", cpus, gpus))
+    case.once("ray", lambda _: [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}, {"memory": 9.0}])
+    found = examine(case, [one for one in CHECKS if one.name == "resources"])
+    assert [one.level for one in found] == [level]
+    assert words in str(found[0])
+
+
 def test_no_two_checks_have_one_name():
     assert len({one.name for one in CHECKS}) == len(CHECKS)
-    assert {one.of for one in CHECKS} == {"machine", "host", "run", "slurm", "hosts"}
+    assert {one.of for one in CHECKS} == {"machine", "host", "run", "slurm", "ray", "hosts"}
 
 
 @pytest.mark.parametrize(

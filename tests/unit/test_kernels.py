@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from maniple.circle import sums
 from maniple.rules import blocks
-from maniple.rules.kernels import _fastest, kernels, warm_up
+from maniple.rules.kernels import compiled, kernels, warm_up
 from tests.unit.engines import engine
 
 BLOCK = blocks.BLOCK
@@ -239,9 +240,28 @@ def test_compiled_kernels_are_used_where_numba_is_installed(fused):
     assert kernels() is fused
 
 
-def test_numpy_kernels_are_used_without_numba(monkeypatch):
+@pytest.fixture
+def uncached(monkeypatch) -> None:
+    monkeypatch.setattr("maniple.rules.kernels.compiled", compiled.__wrapped__)
+
+
+def test_numpy_kernels_are_used_without_numba(uncached, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert _fastest.__wrapped__() is blocks
+    assert kernels() is blocks
+
+
+def test_numpy_kernels_are_used_where_numba_is_broken(fused, uncached, monkeypatch):
+    """By the rules, and by circles and pools, which load theirs the same way."""
+
+    def refuse(name: str) -> None:
+        raise ImportError("Numba needs another NumPy")
+
+    monkeypatch.setattr("importlib.import_module", refuse)
+    with pytest.warns(UserWarning, match="cannot be used .Numba needs another NumPy"):
+        assert kernels() is blocks
+    monkeypatch.setattr(sums, "compiled", compiled.__wrapped__)
+    with pytest.warns(UserWarning, match="cannot be used"):
+        sums.warm_up(["float32"])
 
 
 def test_other_threads_compute_with_the_numpy_kernels_while_the_compiled_ones_are_loading(fused, monkeypatch):

@@ -195,7 +195,9 @@ def test_workers_of_mpirun_may_hold_the_center_themselves():
     ("env", "words"),
     [
         ({"MANIPLE_CENTER": "ether"}, "MANIPLE_CENTER='ether' is no center .one of host, mpi, none."),
-        (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_PATIENCE": "3"}, "MANIPLE_PATIENCE need a controller"),
+        (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_PATIENCE": "3"}, "MANIPLE_PATIENCE: that needs a host"),
+        (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_CONTROLLER": "a.py:A"}, "MANIPLE_CONTROLLER: that needs a host"),
+        (MPIRUN | {"MANIPLE_CENTER": "mpi", "MANIPLE_RESUME": "runs/last"}, "MANIPLE_RESUME: that needs a host"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MANIPLE_CENTER": "mpi"}, "these 2 were started by torchrun"),
     ],
 )

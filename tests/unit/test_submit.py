@@ -10,6 +10,7 @@ from maniple.cli import cli
 from maniple.errors import InvalidArgument
 from maniple.host.gate import Listen
 from maniple.launch import Job
+from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources
 from maniple.launch.submission import Submission
 from maniple.place import Limits
@@ -56,3 +57,10 @@ def test_a_submission_is_found_again_in_its_folder(tmp_path):
     order = Order(resources, tmp_path, Path("/home/me"), Path("/bin/python"), ("/home/me/train.py", "--lr", "0.1"))
     submission = Submission(job, order, has_host_job=True, jobs={"host": "7"}).write()
     assert Submission.read(tmp_path) == submission
+
+
+def test_room_on_a_ray_cluster_is_that_of_whole_workers_on_each_machine():
+    nodes = [{"CPU": 5.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 2.0}]
+    assert Room(cpus=2).places(nodes) == 3
+    assert Room(cpus=2, gpus=0.5).places(nodes) == 2
+    assert Room(cpus=0, gpus=2).places(nodes) == 0

@@ -1,11 +1,10 @@
 """The segment: the folder in shared memory that holds a run's center, and its removal after the run.
 
 /dev/shm/maniple-<lineage>/host      JSON: pid and run folder; locked for as long as the host lives
-                           members   one byte per rank: never, live, left or dead; how often each rank was taken
+                           members   one byte per rank: never, live, left or dead; how often each rank was taken; how
+                                     many another launcher has started
                            node      the workers' own lock
-                           host.sock where the workers of this machine reach the controller; host.json and token beside
-                                     it, of a host that does not listen to other machines
-                           saving    how many snapshots are kept; locked by who writes one
+                           host.sock the host's socket; with host.json and token, if it listens to no other machine
                            controller  JSON: what the controller knows
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
@@ -14,7 +13,7 @@
                            feed-*/   a queue of batches
                            circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended
-                           server    locked by the host's network side
+                           server    locked by the network side; saving: by who writes a snapshot, and how many are kept
                            restored  if the center began again from a snapshot
 """
 
@@ -41,7 +40,8 @@ _MAKING = "making"
 _YOUNG_S = 60  # a segment without content may be in the making for so long
 _WORD = struct.Struct("<I")
 _CHANGES = MAX_WORKERS  # where the word stands that counts departures; the ranks' own words follow
-_MEMBERS_BYTES = MAX_WORKERS + _WORD.size * (1 + MAX_WORKERS)
+_GUESTS = _CHANGES + _WORD.size * (1 + MAX_WORKERS)
+_MEMBERS_BYTES = _GUESTS + _WORD.size
 
 
 class Segment:
@@ -143,6 +143,15 @@ class Segment:
     def departures(self) -> int:
         """Counts whenever a worker is no longer alive, so that one need not look at all of them."""
         return _WORD.unpack_from(self._members, _CHANGES)[0]
+
+    @property
+    def guests(self) -> int:
+        """The workers that another launcher has started, the last time it has; 0 if none has."""
+        return _WORD.unpack_from(self._members, _GUESTS)[0]
+
+    @guests.setter
+    def guests(self, count: int) -> None:
+        _WORD.pack_into(self._members, _GUESTS, count)
 
     def incarnation(self, rank: int) -> int:
         """How often rank `rank` was taken: by this one can tell a worker from its predecessor."""

@@ -3,15 +3,13 @@
 Each element is computed by one worker alone, and always in the same order: all get the same bits, in every run.
 """
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from maniple.contracts import Array
+from maniple.rules.kernels import compiled
 
 JOURNAL_BYTES = 1 << 18
 _BLOCK = 1 << 16  # values; what is added up and then divided stays in the cache
@@ -137,8 +135,5 @@ def warm_up(dtypes: Sequence[str]) -> None:
         Part([vector], (0, 1), block=block, progress=np.zeros(1, np.int64)).combine("sum", [1.0])
 
 
-@functools.cache
 def _fused() -> Any:
-    if importlib.util.find_spec("numba") is None:
-        return None
-    return importlib.import_module("maniple.circle.fused")
+    return compiled("maniple.circle.fused")

@@ -4,15 +4,18 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from maniple.cli.job import listed
 from maniple.doctor import CHECKS, GRAVE, OK, WAIT_S, WARNING, Case, Finding, Slurm, check_case, chosen, examine, glance
 from maniple.launch import Job
 from maniple.launch.board import count
+from maniple.launch.room import Room
+from maniple.session.file import SUFFIXES
 
 _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
 
@@ -35,11 +38,13 @@ _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
     metavar="FILE",
     help="The same on --hosts?",
 )
-@click.option("--slurm", "is_slurm", is_flag=True, help="Look at Slurm, and whether it can give what workers need:")
-@click.option("--partition", help="in this partition,")
+@click.option("--ray", is_flag=True, help="Look at a Ray cluster, and whether it can give what workers need.")
+@click.option("--ray-address", metavar="HOST:PORT", default="auto", show_default=True, help="As for `maniple submit`.")
+@click.option("--slurm", is_flag=True, help="Look at Slurm, and whether it can give what workers need:")
 @click.option("--cpus-per-worker", type=click.IntRange(1), default=1, metavar="C", help="so many cores,")
 @click.option("--gpus-per-worker", type=click.IntRange(0), default=0, metavar="G", help="so many GPUs,")
-@click.option("--mem", metavar="SIZE", help="so much memory (4G),")
+@click.option("--partition", help="in this partition,")
+@click.option("--mem", metavar="SIZE", help="with so much memory (4G),")
 @click.option("--walltime", metavar="TIME", help="for so long (3:00:00).")
 @click.option(
     "--timeout",
@@ -52,12 +57,11 @@ _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
 )
 @click.option("--json", "is_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("host", required=False)
-def doctor(
-    *, hosts: str, devices: str, is_slurm: bool, is_json: bool, model_size: float, host: str | None, **rest: Any
-) -> None:
+@click.pass_context
+def doctor(context: click.Context, /, *, is_json: bool, **options: Any) -> None:
     """Look for what would keep a run from working, and say what to do.
 
-    Without arguments, at this machine. HOST is HOST:PORT, or a run folder.
+    Without arguments, at this machine. HOST is HOST:PORT, a run folder, or a session file: then what that asks for.
 
     \b
       maniple doctor -n 4 --devices cuda:0,cuda:1 --model-size 500
@@ -65,21 +69,48 @@ def doctor(
       maniple doctor runs/last                             does its host live, and can it be reached?
       maniple doctor --hosts node-1,node-2 --script train.py
       maniple doctor --slurm --partition gpu --gpus-per-worker 1 --walltime 3:00:00
+      maniple doctor session.yaml                          what is to be run or submitted with this file
 
     Exit codes: 0 nothing grave, 1 something grave, 2 bad arguments.
     """
-    asked = ("partition", "cpus_per_worker", "gpus_per_worker", "mem", "walltime")
-    slurm = Slurm(*(rest.pop(name) for name in asked))
-    if slurm != Slurm() and not is_slurm:
-        raise click.UsageError("--partition, --cpus-per-worker and so on are asked of Slurm; add --slurm.")
-    case = Case(
-        devices=listed(devices), hosts=listed(hosts), model_mb=model_size, host=host,
-        slurm=slurm if is_slurm else None, **rest,
-    )  # fmt: skip
+    if str(options["host"] or "").endswith(SUFFIXES):
+        options |= _of_session(context, options.pop("host"))
+    case = _case(**options)
     check_case(case)
     found = examine(case, chosen(case))
     click.echo(msgspec.json.encode([asdict(one) for one in found]).decode() if is_json else _lines(found))
     sys.exit(1 if any(one.level == GRAVE for one in found) else 0)
+
+
+def _of_session(context: click.Context, file: str) -> dict[str, Any]:
+    """What `maniple submit`, or else `maniple run`, would take from a session file; what is typed counts more."""
+    asked = _settled(context, "submit", file)
+    if any(asked[queue] or context.params[queue] for queue in ("slurm", "ray")):
+        asked["workers"] = asked["instances"]
+    else:
+        asked = _settled(context, "run", file)
+    given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    return {name: asked[name] for name in context.params if asked.get(name) is not None and name not in given}
+
+
+def _settled(context: click.Context, name: str, file: str) -> dict[str, Any]:
+    command = cast(click.Group, context.find_root().command).commands[name]
+    with command.make_context(name, [file], parent=context.parent) as other:
+        return other.params
+
+
+def _case(
+    *, slurm: bool, ray: bool, ray_address: str, hosts: str, devices: str, model_size: float, **rest: Any
+) -> Case:
+    asked = ("partition", "cpus_per_worker", "gpus_per_worker", "mem", "walltime")
+    wanted = Slurm(*(rest.pop(name) for name in asked))
+    if wanted != Slurm() and not slurm and not ray:
+        raise click.UsageError("--partition, --cpus-per-worker and so on are asked of a queue; add --slurm, or --ray.")
+    room = Room(ray_address, wanted.cpus, wanted.gpus)
+    return Case(
+        devices=listed(devices), hosts=listed(hosts), model_mb=model_size, slurm=wanted if slurm else None,
+        ray=room if ray else None, **rest,
+    )  # fmt: skip
 
 
 def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
@@ -88,12 +119,17 @@ def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
         return
     case = Case(workers=max(1, job.workers_per_node), runs=job.runs)
     left_out: set[str] = set()
-    if job.listen is None or job.listen.address.is_loopback:  # nobody elsewhere is told it
+    if job.listen is None or not job.listen.address.is_everywhere:  # nobody is told it
         left_out |= {"name"}
     if is_elsewhere or job.hosts or job.script is None:  # the workers are
         left_out |= {"cores", "threads"}
     for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):
-        click.echo(f"{click.style('maniple: warning:', fg='yellow')} {finding}", err=True)
+        tell_warning(str(finding))
+
+
+def tell_warning(text: str) -> None:
+    """Warn of something, and go on."""
+    click.echo(f"{click.style('maniple: warning:', fg='yellow')} {text}", err=True)
 
 
 def _lines(found: list[Finding]) -> str:

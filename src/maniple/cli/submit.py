@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from maniple.cli.doctor import warn_early
+from maniple.cli.doctor import tell_warning, warn_early
 from maniple.cli.job import job_from
 from maniple.cli.settings import model_settings, settings
 from maniple.errors import InvalidArgument
@@ -16,7 +16,7 @@ from maniple.launch.array import Array
 from maniple.launch.board import count
 from maniple.launch.death import short
 from maniple.launch.memory import remembered
-from maniple.launch.ray import connected
+from maniple.launch.ray import shortage
 from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources, cancel, check_commands, look
 from maniple.launch.submission import HOST, WORKERS, Submission
@@ -109,7 +109,7 @@ def submit(**options: Any) -> None:
     if options.pop("ray"):
         job = _placed(**options)
         job.check()
-        connected(job.ray)  # before anything is made
+        _warn_placed(job)  # before anything is made
         sys.exit(run_local(job))
     del options["ray_address"], options["restarts"]
     submission, is_dry = _submission(**options)
@@ -170,6 +170,13 @@ def _placed(*, slurm: bool, ray_address: str, **options: Any) -> Job:
     job = job_from(workers=resources.instances, ray=room, **options)
     _refuse_circle(job)
     return job
+
+
+def _warn_placed(job: Job) -> None:
+    assert job.ray is not None
+    if (lack := shortage(job.ray, job.workers)) and not job.quiet:
+        tell_warning(lack)
+    warn_early(job, is_elsewhere=True)
 
 
 def _refuse_circle(job: Job) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from maniple.launch.room import Room
+
 T = TypeVar("T")
 WAIT_S = 5.0
 
@@ -34,10 +36,11 @@ class Case:
     hosts: tuple[str, ...] = ()
     script: Path | None = None
     slurm: Slurm | None = None
+    ray: Room | None = None
     runs: Path = Path("runs")
     wait_s: float = WAIT_S
     _known: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock, compare=False)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict[str, threading.Lock], compare=False)
 
     @property
     def run(self) -> Path | None:
@@ -45,8 +48,8 @@ class Case:
         return Path(self.host) if self.host is not None and Path(self.host).is_dir() else None
 
     def once(self, name: str, find: Callable[["Case"], T]) -> T:
-        """What `find` gives; the checks that need it share it. Checks of one case run at the same time."""
-        with self._lock:
+        """What `find` gives; the checks that need it wait for it, and for nothing else, and share it."""
+        with self._locks.setdefault(name, threading.Lock()):
             if name not in self._known:
                 self._known[name] = find(self)
             return self._known[name]

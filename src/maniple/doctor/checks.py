@@ -1,6 +1,6 @@
 """The list of all checks. docs/doctor.md explains each by its name."""
 
-from maniple.doctor import host, hosts, libraries, machine, run, slurm
+from maniple.doctor import host, hosts, libraries, machine, ray, run, slurm
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Check
 from maniple.doctor.visit import place_of
@@ -18,7 +18,6 @@ CHECKS = (
     Check("devices", "machine", libraries.look_at_devices),
     Check("disk", "machine", machine.look_at_disk, is_quick=True),
     Check("clock", "machine", machine.look_at_clock, is_quick=True),
-    Check("ssh", "machine", machine.look_for_ssh),
     Check("name", "machine", machine.look_up_name, is_quick=True),
     Check("run folder", "run", run.look_at_folder),
     Check("host process", "run", run.look_at_life),
@@ -41,6 +40,8 @@ CHECKS = (
     Check("geometry", "slurm", slurm.look_at_geometry),
     Check("default memory", "slurm", slurm.look_at_memory_default),
     Check("shared folder", "slurm", slurm.look_at_sharing),
+    Check("ray", "ray", ray.look_for_ray),
+    Check("resources", "ray", ray.look_at_resources),
     Check("far ssh", "hosts", hosts.look_at_ssh),
     Check("far versions", "hosts", hosts.compare_installs),
     Check("far folder", "hosts", hosts.compare_folders),
@@ -58,10 +59,16 @@ def check_case(case: Case) -> None:
             "above 0, and a size that is not below 0 can be looked at. Write -n 2."
         )
     check_hosts(case.hosts)
+    if case.script is not None and not case.script.is_file():
+        raise InvalidArgument(f"there is no script {str(case.script)!r}. Check the path.")
     if case.slurm is not None:
         slurm.duration_s(case.slurm.walltime or "0")
         slurm.size_mb(case.slurm.memory or "0")
     if case.host is not None and case.run is None:
+        if ":" not in case.host:
+            raise InvalidArgument(
+                f"{case.host!r} is no folder, and no HOST:PORT. Check the path, or write node-07:29400."
+            )
         place_of(case)
 
 
@@ -71,6 +78,7 @@ def chosen(case: Case) -> list[Check]:
         "run": case.run is not None,
         "host": case.host is not None and (case.run is None or run.can_be_visited(case.run)),
         "slurm": case.slurm is not None,
+        "ray": case.ray is not None,
         "hosts": bool(case.hosts),
     }
     kinds = {kind for kind, is_asked in asked.items() if is_asked} or {"machine"}

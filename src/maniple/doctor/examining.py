@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from maniple.doctor.case import Case
-from maniple.doctor.finding import WARNING, Check, Finding, grave, warning
+from maniple.doctor.finding import OK, Check, Finding, grave, warning
 from maniple.errors import ManipleError
 
 _LONGEST = 12  # waits, one after the other, in one check
@@ -25,9 +25,9 @@ def examine(case: Case, checks: Iterable[Check]) -> list[Finding]:
 
 
 def glance(case: Case, checks: Iterable[Check]) -> list[Finding]:
-    """What a launcher tells before it begins: the warnings of quick checks. What is grave it will say itself."""
+    """What a launcher tells before it begins: what quick checks have found that is not fine."""
     looking = _looked(case, (check for check in checks if check.is_quick), _GLANCE_S)
-    return [finding for one in looking for finding in one.told([]) if finding.level == WARNING]
+    return [finding for one in looking for finding in one.told([]) if finding.level != OK]
 
 
 def _looked(case: Case, checks: Iterable[Check], within_s: float) -> "list[_Looking]":

@@ -45,7 +45,7 @@ class Check:
 
     Attributes:
         name: by which docs/doctor.md explains it.
-        of: what must be asked for: "machine", "host", "run", "slurm" or "hosts".
+        of: what must be asked for: "machine", "host", "run", "slurm", "ray" or "hosts".
         look: gives what it finds; an error of ours that it raises is a grave finding.
         is_quick: it takes a few milliseconds, so launchers look too.
     """

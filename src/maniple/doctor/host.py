@@ -7,6 +7,7 @@ from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.doctor.visit import ECHO_BYTES, visit
 from maniple.errors import BadFrame, InvalidArgument, NotAdmitted
+from maniple.launch.board import count
 from maniple.record.versions import versions
 
 _CLOCKS_S = 1.0  # apart
@@ -117,7 +118,7 @@ def compare_versions(case: Case) -> Iterable[Finding]:
         return
     theirs: dict[str, str] = came.told["versions"]
     mine = versions()
-    differing = [name for name in mine if name in theirs and _part(name, mine) != _part(name, theirs)]
+    differing = [name for name in mine if name in theirs and differ(name, mine[name], theirs[name])]
     for name in differing:
         kind = grave if name == "maniple" else warning
         fix = f"`pip install {name}=={theirs[name]}` here, or {mine[name]} there."
@@ -128,9 +129,9 @@ def compare_versions(case: Case) -> Iterable[Finding]:
         yield fine("the same versions as here: " + ", ".join(f"{name} {theirs[name]}" for name in theirs))
 
 
-def _part(name: str, known: dict[str, str]) -> str:
-    """What counts of a version: all of maniple's, of others the first two numbers."""
-    return known[name] if name == "maniple" else ".".join(known[name].split(".")[:2])
+def differ(name: str, mine: str, theirs: str) -> bool:
+    """Two versions are not as good as one: of maniple all of it counts, of others the first two numbers."""
+    return mine != theirs if name == "maniple" else mine.split(".")[:2] != theirs.split(".")[:2]
 
 
 def compare_clocks(case: Case) -> Iterable[Finding]:
@@ -150,9 +151,13 @@ def compare_clocks(case: Case) -> Iterable[Finding]:
 def look_at_centers(case: Case) -> Iterable[Finding]:
     """The tables of shared parameters, by which a joining worker's model is compared."""
     came = visit(case)
+    if came.talk is not None:
+        fix = "Its server may be stopped, swapping or overloaded: look at its machine and logs/server.log."
+        limit = "it tells of itself to whoever knows the token"
+        yield grave(f"the host let this one in, and then broke off: {_plain(came.talk)}", limit=limit, fix=fix)
     if came.examined is None:
         return
-    live = f"{came.examined.live} workers are alive at {came.examined.node}"
+    live = f"{count(came.examined.live, 'live worker')} at {came.examined.node}"
     if not came.told["centers"]:
         yield fine(f"{live}, and no model is shared yet: the first worker's becomes the center")
     for one in came.told["centers"]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from maniple.doctor import probe
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.doctor.host import differ
 from maniple.doctor.machine import own_address
 from maniple.doctor.visit import within
 from maniple.launch.ssh import ssh_command
@@ -38,6 +40,8 @@ class Far:
 
 def look_at_ssh(case: Case) -> Iterable[Finding]:
     """`ssh HOST` without a question, and the same Python there."""
+    if shutil.which("ssh") is None:
+        yield grave("there is no ssh in PATH", limit="--hosts needs it", fix="Install an OpenSSH client.")
     for far in _all(case):
         if far.told:
             yield fine(f"{far.host} is reached by ssh: {far.told['node']}")
@@ -56,13 +60,13 @@ def compare_installs(case: Case) -> Iterable[Finding]:
     mine = versions()
     for far in _told(case):
         theirs: dict[str, str] = far.told["versions"]
-        differing = [name for name in mine if mine[name] != theirs.get(name)]
+        differing = [name for name in mine if differ(name, mine[name], theirs.get(name, ""))]
         for name in differing:
-            kind = grave if name in {"maniple", "numpy"} and name not in theirs else warning
+            kind = grave if name == "maniple" or (name == "numpy" and name not in theirs) else warning
             seen = f"{far.host} has {name} {theirs[name]}" if name in theirs else f"{far.host} has no {name}"
             yield kind(seen, limit=f"{mine[name]} is here", fix=f"Install {name} {mine[name]} there.")
         if not differing:
-            yield fine(f"{far.host} has the same versions of Python and libraries")
+            yield fine(f"{far.host} has the same Python and libraries")
 
 
 def compare_folders(case: Case) -> Iterable[Finding]:
@@ -122,7 +126,7 @@ def look_at_nodes(case: Case) -> Iterable[Finding]:
 
 
 def _all(case: Case) -> list[Far]:
-    return case.once("hosts", _asked)
+    return case.once("hosts", _asked) if shutil.which("ssh") else []
 
 
 def _told(case: Case) -> list[Far]:
@@ -153,17 +157,18 @@ def _ask(case: Case, far: Far, port: int, word: str) -> None:
     }
     source = f"{Path(probe.__file__).read_text()}\nmain({asked!r})\n"
     command = ssh_command(
-        far.host, [sys.executable, "-I", "-c", "import sys; exec(sys.stdin.read())"], connect_s=case.wait_s
-    )
+        far.host, [sys.executable, "-P", "-c", "import sys; exec(sys.stdin.read())"], connect_s=case.wait_s
+    )  # -P: files of the home there hide no libraries; its own site is seen, as a worker sees it
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdin and process.stdout and process.stderr
+        output = process.stdout
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
                 stdin.write(source)
-            line = within(5 * case.wait_s, process.stdout.readline)
+            line = within(5 * case.wait_s, lambda: _line_with(probe.MARK, output))
             if line:
-                far.told = json.loads(line)
+                far.told = json.loads(line.removeprefix(probe.MARK))
                 far.way = probe.meet(far.host.rpartition("@")[2], far.told["port"], word, case.wait_s)
             far.exit_code = process.wait(2 * case.wait_s)
             far.words = " ".join(process.stderr.read().split()) or f"exit code {far.exit_code}"
@@ -171,6 +176,11 @@ def _ask(case: Case, far: Far, port: int, word: str) -> None:
             far.words = str(error)
         finally:
             process.kill()
+
+
+def _line_with(mark: str, lines: Iterable[str]) -> str:
+    """The first line that begins with `mark`: before it a shell's own files may have printed something."""
+    return next((line for line in lines if line.startswith(mark)), "")
 
 
 @contextmanager

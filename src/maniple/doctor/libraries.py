@@ -8,11 +8,13 @@ from typing import Any
 
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.errors import InvalidArgument
 from maniple.place.machine import binding_variables, visible_gpus
 from maniple.record.versions import versions
 
 _IMPORT_S = 60.0
 _NEEDED = ("numpy",)
+_SLOWER = ("numba",)  # without it, things are
 _WANTED = {
     "torch": "models of torch need it: pip install 'maniple[torch]'",
     "numba": "exchanges are slower without it: pip install 'maniple[fast]'",
@@ -38,15 +40,27 @@ print(json.dumps(found))
 
 def imported(_: Case) -> dict[str, Any]:
     """What became of the imports; `errors` alone if the process did not come to its end."""
-    command = [sys.executable, "-c", _IMPORTS]
+    try:
+        return ask_python(_IMPORTS)
+    except InvalidArgument as error:
+        return {"errors": {"all": str(error).rstrip(".")}}
+
+
+def ask_python(source: str, *words: str) -> Any:
+    """What another interpreter prints at last, as JSON."""
+    command = [sys.executable, "-c", source, *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"errors": {"all": f"not imported within {_IMPORT_S:.0f} s: is the file system slow?"}}
+        raise InvalidArgument(
+            f"imports have not ended within {_IMPORT_S:.0f} s. Is the file system slow? Try them by hand."
+        ) from None
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        return {"errors": {"all": f"the interpreter ended with exit code {done.returncode}: {done.stderr[-300:]}"}}
+        raise InvalidArgument(
+            f"{sys.executable} ended with exit code {done.returncode}: {done.stderr[-300:]}"
+        ) from None
 
 
 def look_at_versions(case: Case) -> Iterable[Finding]:
@@ -55,9 +69,14 @@ def look_at_versions(case: Case) -> Iterable[Finding]:
     yield fine(", ".join(f"{name} {version}" for name, version in known.items()) + f" ({sys.executable})")
     errors = case.once("imported", imported)["errors"]
     for name, error in errors.items():
-        if name in known or name in _NEEDED or name == "all":
-            fix = "Install it again (`pip install --force-reinstall`), in this very environment."
-            yield grave(f"{name} cannot be imported: {error}", limit="it is installed", fix=fix)
+        if name == "all":
+            yield grave(
+                f"libraries cannot be imported: {error}", limit="limit 60 s", fix="Import them by hand, one by one."
+            )
+        elif name in known or name in _NEEDED:
+            kind = warning if name in _SLOWER else grave
+            fix = f"Install it again (`{sys.executable} -m pip install --force-reinstall {name}`)."
+            yield kind(f"{name} cannot be imported: {error}", limit="it is installed", fix=fix)
         else:
             yield fine(f"there is no {name}; {_WANTED[name]}")
 

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,14 +13,14 @@ from maniple.center.segment import abandoned
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.launch.board import count
+from maniple.launch.cores import granted_cores, threads_each
 from maniple.place import THREAD_VARIABLES, shared_memory
 from maniple.place.machine import values_of
 
 _MB = 1e6
 _LEAST_MB, _ROOM_MB = 1.0, 256.0
-_DESCRIPTORS = 64  # of the launcher and the server themselves
-_OF_WORKER = 8  # its log, its events, its process, and its connections at both ends
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_DESCRIPTORS = 32  # of the launcher, or of the server
+_OF_WORKER = 4  # its log, its events and its process there, or its connections here
 _ENLARGE = (
     "Enlarge it (`mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`), remove what fills it, or set "
     "MANIPLE_SHM to another folder that is held in memory."
@@ -44,7 +45,8 @@ def look_at_memory(case: Case) -> Iterable[Finding]:
         yield warning(seen, limit=limit, fix=_ENLARGE)
     elif not case.model_mb and free_mb < _ROOM_MB:
         limit = f"a model of 60 million parameters needs {_ROOM_MB:.0f} MB"
-        yield warning(seen, limit=limit, fix=f"Tell the size of yours by --model-size. {_ENLARGE}")
+        fix = f"`maniple doctor -n {case.workers} --model-size MB` tells whether yours fits. {_ENLARGE}"
+        yield warning(seen, limit=limit, fix=fix)
     else:
         yield fine(seen)
 
@@ -61,10 +63,13 @@ def look_at_leftovers(_: Case) -> Iterable[Finding]:
 
 def look_at_descriptors(case: Case) -> Iterable[Finding]:
     """How many files and connections a process may have open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = (sys.maxsize if limit == unlimited else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     need = _DESCRIPTORS + _OF_WORKER * case.workers
     seen = f"a process may open {soft:,} files"
-    fix = f"Write `ulimit -n {max(4096, need)}` before (the system allows {hard:,}; more: /etc/security/limits.conf)."
+    fix = f"Write `ulimit -n {min(hard, max(4096, need))}` before."
+    if hard < max(1024, need):
+        fix = f"The system allows {hard:,} at most: raise it in /etc/security/limits.conf, and log in again."
     if soft < need:
         yield grave(seen, limit=f"the host of {count(case.workers, 'worker')} needs {need:,}", fix=fix)
     elif soft < 1024:
@@ -88,32 +93,24 @@ def look_at_cores(case: Case) -> Iterable[Finding]:
         yield warning(seen, limit=f"{case.workers} workers share them, and none has cores of its own", fix=fix)
     else:
         yield fine(seen)
-    if (quota := _quota()) is not None and quota < mine:
-        limit = f"the control group grants the time of {quota:.1f} of {mine} cores"
-        fix = "Raise the container's --cpus, or start as many workers as it grants."
-        yield warning("time on the cores is limited", limit=limit, fix=fix)
-
-
-def _quota() -> float | None:
-    """How many cores' time the control group grants; None: no limit, or not known."""
-    try:
-        limit, period = _QUOTA.read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
+    granted = granted_cores()
+    if granted is not None and granted < min(mine, case.workers):
+        limit = f"the control group grants the time of {granted:.2g} of {mine} cores"
+        fix = "Raise the limit (of a container: --cpus), or start fewer workers."
+        yield warning(f"{count(case.workers, 'worker')} would be slowed down", limit=limit, fix=fix)
 
 
 def look_at_threads(case: Case) -> Iterable[Finding]:
     """Threads of numeric libraries: those of all workers together should not be more than the cores."""
     cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // case.workers)
+    share = threads_each(cores, case.workers)
     asked = {name: value for name, value in values_of(THREAD_VARIABLES).items() if value.isdigit()}
     many = {name: value for name, value in asked.items() if int(value) > share}
     if many:
         said = ", ".join(f"{name}={value}" for name, value in many.items())
         fix = f"Unset it: `maniple run` then gives each worker {share}; or write {next(iter(many))}={share}."
-        limit = f"{cores} cores for {case.workers} workers, {share} each"
-        yield warning(f"each worker starts more threads than it has cores: {said}", limit=limit, fix=fix)
+        limit = f"{count(cores, 'core')} for {count(case.workers, 'worker')}, {share} each"
+        yield warning(f"each worker starts more threads than its share of cores: {said}", limit=limit, fix=fix)
     else:
         yield fine(f"{count(share, 'thread')} for each of {count(case.workers, 'worker')}, on {count(cores, 'core')}")
 
@@ -130,19 +127,8 @@ def look_at_clock(_: Case) -> Iterable[Finding]:
         yield fine(seen)
 
 
-def look_for_ssh(case: Case) -> Iterable[Finding]:
-    """The command by which --hosts starts workers."""
-    path = shutil.which("ssh")
-    if path is not None:
-        yield fine(f"ssh is {path}")
-    elif case.hosts:
-        yield grave("there is no ssh in PATH", limit="--hosts needs it", fix="Install an OpenSSH client.")
-    else:
-        yield fine("there is no ssh in PATH; only --hosts needs it")
-
-
 def look_up_name(_: Case) -> Iterable[Finding]:
-    """The name by which workers of other machines find this one, and what it means here."""
+    """The name by which workers of other machines find this one. What it means to them cannot be seen from here."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -151,12 +137,12 @@ def look_up_name(_: Case) -> Iterable[Finding]:
         yield warning(f"this machine's name {name} does not resolve: {error}", limit="others are told it", fix=fix)
         return
     seen = f"this machine's name {name} is {', '.join(found)}"
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        fix = (
-            f"If others find the same, remove it from the line of /etc/hosts with {found[0]}, or give an address: "
-            f"--listen {own_address() or '10.0.0.7'}:0."
-        )
-        yield warning(seen, limit="an address that only this machine can reach", fix=fix)
+    if name.partition(".")[0] == "localhost":
+        fix = f"Name it (`hostnamectl set-hostname`), or give an address: --listen {own_address() or '10.0.0.7'}:0."
+        yield warning(seen, limit="to others it means themselves", fix=fix)
+    elif all(address.startswith("127.") or address == "::1" for address in found):
+        other = f"or need --listen {own_address() or '10.0.0.7'}:0"
+        yield fine(f"{seen} to itself, as is usual; others must find another address by it, {other}")
     else:
         yield fine(seen)
 
@@ -175,12 +161,12 @@ def own_address() -> str | None:
 def look_at_disk(case: Case) -> Iterable[Finding]:
     """Room for run folders."""
     folder = case.runs.absolute()
-    while not folder.is_dir():
+    while not folder.exists():
         folder = folder.parent
     free_mb = shutil.disk_usage(folder).free / _MB
     need_mb = max(100.0, 4 * case.model_mb)
     seen = f"{folder} has {free_mb:,.0f} MB free"
-    if not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         yield grave(f"{folder} cannot be written to", limit="run folders are made there", fix="Choose one by --runs.")
     elif free_mb < need_mb:
         fix = "Remove old runs, choose another place by --runs, or keep fewer snapshots (--keep 1)."

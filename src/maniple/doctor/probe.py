@@ -13,12 +13,16 @@ It prints one line of JSON, then waits for the doctor to come to a port of its o
 import hashlib
 import json
 import os
+import random
 import socket
 import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+MARK = "maniple doctor: "
+PORTS = range(20000, 30000)  # those of launch/meeting
 
 
 def versions() -> dict[str, str]:
@@ -51,21 +55,36 @@ def meet(address: str, port: int, word: str, wait_s: float) -> str:
         return str(error)
 
 
+def free_mb(folder: str) -> float:
+    """Room in a folder; none if it is not there."""
+    with suppress(OSError):
+        space = os.statvfs(folder)
+        return space.f_bavail * space.f_frsize / 1e6
+    return 0.0
+
+
+def opened() -> socket.socket:
+    """A port of those at which workers meet: a firewall may let these in, and no others."""
+    for port in random.sample(PORTS, 100):
+        with suppress(OSError):
+            return socket.create_server(("", port))
+    return socket.create_server(("", 0))
+
+
 def main(asked: dict[str, Any]) -> None:
     """Tell what is here."""
-    memory = os.statvfs("/dev/shm")
-    with socket.create_server(("", 0)) as listener:
+    with opened() as listener:
         told = {
             "node": os.uname().nodename,
             "versions": versions(),
             "has_folder": Path(asked["folder"]).is_dir(),
             "script": digest(Path(asked["folder"], asked["script"])) if asked["script"] else "",
-            "memory_mb": memory.f_bavail * memory.f_frsize / 1e6,
+            "memory_mb": free_mb("/dev/shm"),
             "cores": len(os.sched_getaffinity(0)),
             "met": {each: meet(each, asked["port"], asked["word"], asked["wait_s"]) for each in asked["meet"]},
             "port": listener.getsockname()[1],
         }
-        print(json.dumps(told), flush=True)
+        print(MARK + json.dumps(told), flush=True)
         listener.settimeout(asked["wait_s"])
         with suppress(OSError):
             link, _ = listener.accept()

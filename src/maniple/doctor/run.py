@@ -5,55 +5,66 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from maniple.center.segment import is_guarded, segment_path
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.launch.board import count
 from maniple.place import shared_memory
-from maniple.record import Folder, Row, Tail
+from maniple.record import Folder, Row
 from maniple.record.events import parse_events
+from maniple.wire.posted import FILE, Posted
 
 _LATELY_S = 3600.0
 _LEAST_BYTES = 100_000_000
+_BLOCK = 1 << 24
 
 
 def look_at_folder(case: Case) -> Iterable[Finding]:
     """What run.json and host.json tell."""
     folder = _folder(case)
     described = folder.read()
+    if folder.is_submitted and not described.get("lineage"):
+        fix = f"`maniple status {case.host}` tells how far it is."
+        yield warning(f"the host of {folder.path} has not begun", limit="it waits in a queue", fix=fix)
+        return
     if not described.get("lineage"):
         fix = "Name runs/NAME or runs/last."
         yield grave(f"{folder.path} has no run.json with a lineage", limit="a run folder has one", fix=fix)
         return
-    if _listens(folder) is None:
-        fix = "Add --listen ADDRESS to `maniple run`, or start `maniple serve`."
-        yield warning(f"{folder.path} has no host.json", limit="nobody elsewhere can join this run", fix=fix)
     script = described.get("asked", {}).get("script") or "a host alone"
     yield fine(f"{folder.path.name}: {script}, lineage {described['lineage']}")
+    if _posted(folder) is None:
+        yield fine("it has no host.json: nobody elsewhere can join; `maniple run --listen ADDRESS` would let them")
 
 
 def look_at_life(case: Case) -> Iterable[Finding]:
     """Whether the host lives: by the lock on its memory where it is of this machine, else by its address."""
     folder = _folder(case)
-    described, known = folder.read(), _listens(folder)
+    described, posted = folder.read(), _posted(folder)
     if not described.get("lineage"):
         return
-    resume = f"`maniple serve --resume {case.host}` goes on with it, at the same address and with the same token."
+    resume = f"`maniple run --resume {case.host} SCRIPT` goes on with it."
+    if posted is not None:
+        resume = f"`maniple serve --resume {case.host}` goes on with it, at the same address and with the same token."
     if described.get("ended"):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(described["ended"]))
         yield grave(f"the run ended at {when}", limit=f"exit code {described.get('exit_code')}", fix=resume)
         return
-    node = (known or described).get("node")
+    node = posted.node if posted else described.get("node")
+    memory = _memory(described["lineage"], posted)
     if node != os.uname().nodename:
         yield fine(f"its host is on {node}: only its address can tell whether it lives")
-    elif _is_alive(described["lineage"], known):
-        yield fine(f"its host is alive, process {known['pid']}" if known else "its host is alive")
+    elif described.get("asked", {}).get("center") == "mpi":
+        yield fine("it is a job of MPI, which has no host; its launcher tells whether it lives")
+    elif memory.exists() and is_guarded(memory):
+        yield fine(f"its host is alive, process {posted.pid}" if posted else "its host is alive")
     else:
-        who = f"its host, process {known['pid']}, is dead" if known else "its host is dead"
+        who = f"its host, process {posted.pid}, is dead" if posted else "its host is dead"
+        if not posted:
+            resume += " If it lives with another MANIPLE_SHM than this shell's, set that here."
         yield grave(who, limit="run.json tells of no end: it was killed", fix=resume)
 
 
@@ -61,7 +72,7 @@ def look_at_secret(case: Case) -> Iterable[Finding]:
     """The token's file: there, and readable by its owner alone."""
     folder = _folder(case)
     path = folder.path / "token"
-    if _listens(folder) is None:
+    if _posted(folder) is None:
         return
     try:
         state = path.stat()
@@ -84,17 +95,18 @@ def look_at_secret(case: Case) -> Iterable[Finding]:
 def look_at_models(case: Case) -> Iterable[Finding]:
     """The tables of parameters that the workers have shared, by their digests."""
     shared: dict[str, tuple[Row, list[int]]] = {}
-    for rank, row in _rows(_folder(case), "share"):
+    for rank, row in case.once("shared", _shared):
         shared.setdefault(str(row.get("digest")), (row, []))[1].append(rank)
     for digest, (row, ranks) in shared.items():
         size = f"{row.get('parameters', 0):,} parameters, {row.get('bytes', 0) / 1e6:,.2f} MB"
-        yield fine(f"worker {min(ranks)} and {len(set(ranks)) - 1} others shared digest {digest[:16]}, {size}")
+        who = f"{count(len(set(ranks)), 'worker')}, first worker {ranks[0]}"
+        yield fine(f"{who}, shared digest {digest[:16]}, {size}")
 
 
 def look_at_room(case: Case) -> Iterable[Finding]:
     """Room on the disk for the next snapshots."""
     folder = _folder(case)
-    model = max((row.get("bytes", 0) for _, row in _rows(folder, "share")), default=0)
+    model = max((row.get("bytes", 0) for _, row in case.once("shared", _shared)), default=0)
     need = max(_LEAST_BYTES, 2 * model)  # one is written beside those that are kept
     free = shutil.disk_usage(folder.path).free
     seen = f"{folder.path} has {free / 1e6:,.0f} MB free"
@@ -121,7 +133,7 @@ def look_at_losses(case: Case) -> Iterable[Finding]:
 
 def can_be_visited(run: Path) -> bool:
     """Its address and token can be read; where not, the checks of the folder tell why."""
-    return (run / "host.json").is_file() and os.access(run / "token", os.R_OK)
+    return (run / FILE).is_file() and os.access(run / "token", os.R_OK)
 
 
 def _folder(case: Case) -> Folder:
@@ -129,20 +141,17 @@ def _folder(case: Case) -> Folder:
     return Folder(case.run.resolve())
 
 
-def _listens(folder: Folder) -> dict[str, Any] | None:
-    """What host.json says; None if there is none."""
-    try:
-        return msgspec.json.decode((folder.path / "host.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return None
+def _posted(folder: Folder) -> Posted | None:
+    return Posted.read(folder.path / FILE)
 
 
-def _is_alive(lineage: str, known: dict[str, Any] | None) -> bool:
-    """By the lock that a host holds; where its memory is not to be seen (MANIPLE_SHM was another), by its process."""
-    path = segment_path(shared_memory(), lineage)
-    if path.exists() or known is None:
-        return path.exists() and is_guarded(path)
-    return Path(f"/proc/{known['pid']}").exists()
+def _memory(lineage: str, posted: Posted | None) -> Path:
+    """The run's memory, where its host says, or where it would be made from here."""
+    return Path(posted.segment) if posted and posted.segment else segment_path(shared_memory(), lineage)
+
+
+def _shared(case: Case) -> list[tuple[int, Row]]:
+    return _rows(_folder(case), "share")
 
 
 def _rows(folder: Folder, event: str) -> list[tuple[int, Row]]:
@@ -150,9 +159,20 @@ def _rows(folder: Folder, event: str) -> list[tuple[int, Row]]:
 
 
 def _events(path: Path, event: str) -> list[Row]:
-    """The rows of one kind; the many others, of exchanges, are not even decoded."""
-    lines = [line for line in Tail(path).close() if event.encode() in line]
+    """The rows of one kind. A long run has gigabytes of others, which are neither kept nor even split into lines."""
+    lines: list[bytes] = []
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        while block := file.read(_BLOCK) + file.readline():
+            lines += _lines_with(f'"event":"{event}"'.encode(), block)
     return [row for row in parse_events(lines) if row["event"] == event]
+
+
+def _lines_with(mark: bytes, block: bytes) -> Iterable[bytes]:
+    at = block.find(mark)
+    while at >= 0:
+        begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
+        yield block[begin : end if end >= 0 else None]
+        at = block.find(mark, at + 1)
 
 
 def _is_recent(row: Row) -> bool:

@@ -119,7 +119,12 @@ def look_at_memory_default(case: Case) -> Iterable[Finding]:
     asked, nodes = _asked(case), _chosen(case)
     if not nodes or asked.memory is not None:
         return
-    told = _called(case, "scontrol", "show", "partition", nodes[0].partition)
+    try:
+        told = _called(case, "scontrol", "show", "partition", nodes[0].partition)
+    except OSError as error:
+        fix = f"Try `scontrol show partition {nodes[0].partition}`, or say --mem."
+        yield warning(f"scontrol fails: {error}", limit=f"limit {case.wait_s:g} s", fix=fix)
+        return
     per_cpu, per_node = (re.search(rf"\bDefMemPer{what}=(\d+)", told) for what in ("CPU", "Node"))
     if per_cpu is None and per_node is None:
         yield fine("no default of memory is set for the partition; --mem says what a worker needs")

@@ -46,6 +46,7 @@ class Visit:
     greeting: Exception | None = None
     other: str = ""  # what speaks there instead: "http", "tls", "another", or "" for silence
     has_greeted: bool = False  # it said hello as a host of maniple does
+    talk: Exception | None = None
     examined: Examined | None = None
     told: dict[str, Any] = field(default_factory=dict[str, Any])
     offset_s: float = 0.0  # by which its clock is ahead
@@ -69,8 +70,7 @@ def _visit(case: Case) -> Visit:
     with closing(link):
         stream = _opened(came, link, place, case.wait_s)
         if stream is not None:
-            with suppress(OSError, ManipleError):  # noted where it happens
-                _talk(came, stream, place.token, case.wait_s)
+            _talk(came, stream, place.token, case.wait_s)
     if isinstance(came.greeting, Stalled) and not came.is_secret and not came.has_greeted:
         came.other = _other(address, case.wait_s)
     return came
@@ -131,6 +131,13 @@ def _talk(came: Visit, stream: Stream, token: str | None, wait_s: float) -> None
         came.greeting = error
         came.has_greeted = stream.received_bytes > 0 and not isinstance(error, BadFrame)
         return
+    try:
+        _ask(came, stream, wait_s)
+    except (OSError, ManipleError, msgspec.DecodeError) as error:
+        came.talk = error
+
+
+def _ask(came: Visit, stream: Stream, wait_s: float) -> None:
     stream.set_timeout(wait_s)
     came.round_trip_s = min(_timed(lambda: _echoed(stream, b"")) for _ in range(_ECHOES))
     before = time.time()

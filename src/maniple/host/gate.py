@@ -77,7 +77,7 @@ class Gate:
     def public(self) -> Address:
         """The address by which other machines find it."""
         assert self.address is not None
-        host = socket.gethostname() if self.address.host in {"0.0.0.0", "::"} else self.address.host
+        host = socket.gethostname() if self.address.is_everywhere else self.address.host
         return Address(host, self.address.port)
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ class Membership:
         self, segment: Segment, events: Events, reserved: int, *, are_guests: bool = False, is_queued: bool = False
     ) -> None:
         self._segment, self._events, self._are_guests = segment, events, are_guests
+        if are_guests:  # as many as there were under the server before this one
+            reserved = segment.guests or reserved
         self._reserved, self._first_free = 0 if is_queued else reserved, reserved
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
@@ -32,6 +34,7 @@ class Membership:
         self._beats: dict[str, int] = {}  # the newest beat of each
         self._incarnations: dict[str, int] = {}
         self._near: dict[str, int] = {}  # the process of each
+        self._strangers: set[int] = set()  # the ranks of those who have joined by themselves
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -65,6 +68,7 @@ class Membership:
         """A worker has come, or come back; gives its rank and how often that was taken."""
         is_ours = said.is_near or said.is_expected  # the launcher has started it, with a rank of its own
         with self._lock:
+            self._mind_guests(said)
             is_known = worker in self._ranks
             rank = self._rank_given(said.rank) if is_ours else self._rank_elsewhere(worker, said)
             is_guest = self._are_guests and is_ours and not said.is_back  # whom nobody has announced
@@ -75,12 +79,30 @@ class Membership:
                 self._segment.mark(rank, LIVE)
             if said.is_near:
                 self._near[worker] = said.pid
+            if not is_ours:
+                self._strangers.add(rank)
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
         event = "returned" if said.is_back else "restarted" if said.restarts else "joined"
         self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
         return rank, incarnation
+
+    def _mind_guests(self, said: Join) -> None:
+        """An elastic launcher may start another number of workers the next time; the first of them knows best.
+
+        Any other may come before it, and be one more than there were.
+        """
+        if not self._are_guests or said.is_back or not 0 < said.guests <= MAX_WORKERS:
+            return
+        count = said.guests if said.rank == 0 else max(self._reserved, said.guests)
+        if any(rank < count and self._segment.state(rank) == LIVE for rank in self._strangers):
+            raise InvalidArgument(
+                f"the launcher has started {count} workers now, {self._reserved} before, but somebody who has joined "
+                "by himself has the rank of one of them. End that worker."
+            )
+        self._reserved = self._segment.guests = count
+        self._first_free = max(self._first_free, count)
 
     def _rank_given(self, rank: int) -> int:
         if not 0 <= rank < self._reserved:

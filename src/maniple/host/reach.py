@@ -1,6 +1,7 @@
 """How to reach a host that is given by its address or by its run folder."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ def reach_to_watch(host: str, token_file: Path | None = None, certificate: Path 
         about = Folder(folder).read()
         segment = segment_path(shared_memory(), str(about.get("lineage")))
         posted = Posted.read(segment / FILE)
-        if posted is not None and is_guarded(segment):
-            token = (segment / "token").read_text().strip()
-            return Place(address=str(posted.nearest), token=token, host_file=segment / FILE)
+        with suppress(FileNotFoundError):  # it has ended just now
+            if posted is not None and is_guarded(segment):
+                token = (segment / "token").read_text().strip()
+                return Place(address=str(posted.nearest), token=token, host_file=segment / FILE)
         _mind_absence(folder, about)
     return with_token(reach(host, token_file, certificate))
 

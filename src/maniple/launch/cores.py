@@ -1,4 +1,4 @@
-"""Which cores each worker gets: a share of its own, near its GPU where the machine tells where that is.
+"""Which cores each worker gets: a share of its own, near its GPU where the machine tells where that is. And threads.
 
 The kernel gives a process memory from the node of the core that first touches it, so that a worker whose cores are
 near its GPU has its memory there too; nothing else need be bound.
@@ -7,9 +7,11 @@ It needs nothing but Python itself: at the far end of ssh it is loaded by its pa
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+_GROUPS = "sys/fs/cgroup"
 _GPUS = "proc/driver/nvidia/gpus"
 _PCI = "sys/bus/pci/devices"
 
@@ -37,6 +39,39 @@ def divide_cores(
     pools = [pool or rest for pool in near]
     shares = {pool: iter(split_cores(list(pool), pools.count(pool))) for pool in set(pools)}
     return [next(shares[pool]) for pool in pools]
+
+
+def threads_each(cores: int, workers: int, *, root: Path = Path("/")) -> int:
+    """How many threads each worker may start: its share of the cores, or of the time that is granted on them."""
+    return max(1, int(min(cores, granted_cores(root) or cores)) // max(1, workers))
+
+
+def granted_cores(root: Path = Path("/")) -> float | None:
+    """How many cores' time the control groups of this process grant; None: all, or nothing is known."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    limits: list[float] = []
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        if not kinds or "cpu" in kinds.split(","):
+            top = root / _GROUPS / ("cpu" if kinds else "")
+            group = top / path.lstrip("/")
+            limits += [_grant(one) for one in (group, *group.parents) if one.is_relative_to(top)]
+    least = min(limits, default=math.inf)
+    return None if least == math.inf else least
+
+
+def _grant(group: Path) -> float:
+    """The limit of one control group, of version 2 or 1 of the kernel's files."""
+    try:
+        if (group / "cpu.max").exists():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return math.inf if limit in {"max", "-1"} else int(limit) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
 
 
 def core_list(text: str) -> set[int]:

@@ -43,6 +43,7 @@ class Vigil:
         self._poll.register(guests.tie, select.POLLIN)
         self._alone_since = time.monotonic()
         os.set_inheritable(guests.tie, False)
+        self._segment.guests = guests.workers  # an elastic launcher may start more or fewer the next time
         for rank in range(guests.workers):  # also those of a run that goes on: they are new
             host.expect(rank)
         with host.folder.log("host").open("ab") as log:
@@ -67,7 +68,7 @@ class Vigil:
         if missing:
             who = ", ".join(map(str, missing))
             raise WorkerFailed(
-                f"of {self._guests.workers} workers of {self._guests.launcher}, {len(missing)} have not come to their "
+                f"of {self._segment.guests} workers of {self._guests.launcher}, {len(missing)} have not come to their "
                 f"end: {who}. Look at what they have printed; MANIPLE_RESUME=RUN goes on."
             )
 
@@ -93,4 +94,4 @@ class Vigil:
 
     @property
     def _states(self) -> list[int]:
-        return [self._segment.state(rank) for rank in range(self._guests.workers)]
+        return [self._segment.state(rank) for rank in range(self._segment.guests)]

@@ -107,6 +107,19 @@ class Placed(Remote):
         return asked | {"env": threads | asked["env"] | alone, "local_rank": 0, "local_world": 1, "bind": False}
 
 
+def shortage(room: Room, workers: int) -> str | None:
+    """What a person should know of a cluster that has not room for all workers at once; None if it has."""
+    nodes: list[dict[str, Any]] = connected(room).nodes()
+    places = room.places([node["Resources"] for node in nodes if node["Alive"]])
+    if places >= workers:
+        return None
+    return (
+        f"the Ray cluster has room for {places} of {workers} workers with {room.cpus:g} CPUs and {room.gpus:g} GPUs "
+        "each. The others start when some have ended, or machines are added; or ask for less (--cpus-per-worker, "
+        "--gpus-per-worker)."
+    )
+
+
 def connected(room: Room | None) -> Any:
     """The module ray, connected to the cluster."""
     assert room is not None

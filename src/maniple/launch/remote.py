@@ -34,7 +34,8 @@ def _start(asked: dict[str, Any]) -> "subprocess.Popen[bytes]":
         sys.exit(f"maniple: {error.filename} is no folder of {os.uname().nodename}: {error.strerror}. Make it there.")
     cores = sorted(os.sched_getaffinity(0))
     devices: list[str | None] = asked["devices"]
-    threads = {name: str(max(1, len(cores) // len(devices))) for name in asked["threads"] if name not in os.environ}
+    share = str(_beside("cores").threads_each(len(cores), len(devices)))
+    threads = {name: share for name in asked["threads"] if name not in os.environ}
     inherited = {name: value for name, value in os.environ.items() if name not in asked["dropped"]}
     env = inherited | threads | asked["env"]
     descriptors: list[int] = []

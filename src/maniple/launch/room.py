@@ -18,3 +18,8 @@ class Room:
             raise InvalidArgument(
                 f"a worker with {self.cpus:g} CPUs and {self.gpus:g} GPUs cannot be placed. Ask for 1 of them, or more."
             )
+
+    def places(self, nodes: list[dict[str, float]]) -> int:
+        """How many workers machines with such resources hold at a time."""
+        asked = {name: count for name, count in {"CPU": self.cpus, "GPU": self.gpus}.items() if count}
+        return sum(min(int(node.get(name, 0) / count) for name, count in asked.items()) for node in nodes)

@@ -4,7 +4,7 @@ import os
 
 from maniple.host import Host
 from maniple.host.gate import Gate
-from maniple.launch.cores import divide_cores
+from maniple.launch.cores import divide_cores, threads_each
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.process import Process
 from maniple.launch.ray import Placed
@@ -22,7 +22,7 @@ def reach_of(job: Job, gate: Gate) -> Place:
 def make_workers(job: Job, host: Host, reach: Place) -> list[Process]:
     """All workers of a job, none of them started."""
     cores = sorted(os.sched_getaffinity(0))
-    threads = thread_variables(max(1, len(cores) // max(1, job.workers)), asked_threads())
+    threads = thread_variables(threads_each(len(cores), job.workers), asked_threads())
     devices = [job.device(rank % job.workers_per_node) for rank in range(job.workers)]
     kind = Placed if job.ray else Remote if job.hosts else Process
     return [

@@ -10,6 +10,15 @@ from maniple.place.variables import choice, number, seconds
 
 CENTERS = ("host", "mpi", "none")  # worker 0 starts a host; they hold it themselves, in MPI windows; nobody
 
+# What would be missed if it were not heeded.
+_OF_HOSTS = (
+    "MANIPLE_CONTROLLER",
+    "MANIPLE_VALIDATE_EVERY",
+    "MANIPLE_PATIENCE",
+    "MANIPLE_RESUME",
+    "MANIPLE_SNAPSHOT",
+)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -23,7 +32,13 @@ class Kept:
 
 def asked_center(env: Mapping[str, str] = os.environ) -> str:
     """Who holds the center."""
-    return choice(env, "MANIPLE_CENTER", CENTERS) or CENTERS[0]
+    center = choice(env, "MANIPLE_CENTER", CENTERS) or CENTERS[0]
+    if center == "mpi" and (wrong := [name for name in _OF_HOSTS if env.get(name, "0") not in {"", "0"}]):
+        raise InvalidArgument(
+            f"{', '.join(wrong)}: that needs a host, and with MANIPLE_CENTER=mpi there is none. Unset it, or unset "
+            "MANIPLE_CENTER, so that worker 0 is the host."
+        )
+    return center
 
 
 def asked_kept(env: Mapping[str, str] = os.environ) -> Kept:

@@ -4,12 +4,12 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from maniple.errors import InvalidArgument
 from maniple.place import Place
-from maniple.place.launchers import rank_variable
+from maniple.place.launchers import by_torchrun, rank_variable
 from maniple.place.variables import path_in
 
 _TOLD = {  # what launchers call a launch; the same for all of its workers, whatever their machine
@@ -55,6 +55,11 @@ def find_launch(place: Place, env: Mapping[str, str] = os.environ) -> Launch:
 def is_elastic(env: Mapping[str, str] = os.environ) -> bool:
     """The launcher may start all workers again when one has died."""
     return "TORCHELASTIC_RUN_ID" in env
+
+
+def as_guest(place: Place, env: Mapping[str, str] = os.environ) -> Place:
+    """The place of a worker that an elastic launcher has started alone, as a guest: what is left of many, perhaps."""
+    return place.told(**asdict(by_torchrun(env)))
 
 
 def asked_pace(env: Mapping[str, str] = os.environ) -> str | None:

@@ -35,7 +35,7 @@ class Started:
 def started_by(env: Mapping[str, str]) -> Started | None:
     """Who has started this process together with others; None: nobody."""
     if _has(env, *_TORCHRUN[:2]):
-        return _started(env, "ray" if "RAY_RAYLET_PID" in env else "torchrun", _TORCHRUN)
+        return by_torchrun(env)
     for names in (_OPEN_MPI, _MPICH):
         if _has(env, *names):
             return _started(env, "mpirun", names)
@@ -43,6 +43,11 @@ def started_by(env: Mapping[str, str]) -> Started | None:
         local_world = _tasks_here(env.get("SLURM_STEP_TASKS_PER_NODE", ""), number(env, "SLURM_NODEID", 0))
         return _started(env, "srun", [*_SLURM, ""], local_world=local_world)
     return _started(env, "mpirun", _MPICH) if _has(env, *_MPICH[:2]) else None
+
+
+def by_torchrun(env: Mapping[str, str]) -> Started:
+    """What torchrun says of a process that it has started, perhaps alone."""
+    return _started(env, "ray" if "RAY_RAYLET_PID" in env else "torchrun", _TORCHRUN)
 
 
 def rank_variable(launcher: str, env: Mapping[str, str]) -> str:

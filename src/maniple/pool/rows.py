@@ -1,8 +1,5 @@
 """Rows: which of a data set a call uses, and who takes which of them: a `range`, or an array of indices."""
 
-import functools
-import importlib
-import importlib.util
 import operator
 import sys
 from collections.abc import Sequence
@@ -14,6 +11,7 @@ from maniple.circle.values import is_tensor
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument
 from maniple.pool.box import LINE, is_plain
+from maniple.rules.kernels import compiled
 
 Rows = range | Array
 _MANY = 1 << 24  # bytes
@@ -69,7 +67,7 @@ def taken(values: Any, rows: Rows) -> Any:
 def _gathered(values: Any, indices: Array) -> Any:
     if isinstance(values, np.ndarray):
         array = cast(Array, values)
-        if _is_streaming(array, len(indices)) and (streams := _streams()) is not None:
+        if _is_streaming(array, len(indices)) and (streams := compiled("maniple.pool.streams")) is not None:
             return streams.take(array, indices)
         return array.take(indices, axis=0, mode="clip")  # all are there: they need not be checked again
     if is_tensor(values):
@@ -84,11 +82,6 @@ def _is_streaming(array: Array, count: int) -> bool:
     """They are more than a cache holds, and lie there so that they can be taken line by line."""
     size = array.nbytes // max(1, len(array))
     return size * count >= _MANY and size % LINE == 0 and array.flags.c_contiguous and not array.dtype.hasobject
-
-
-@functools.cache
-def _streams() -> Any:
-    return None if importlib.util.find_spec("numba") is None else importlib.import_module("maniple.pool.streams")
 
 
 def of_worker(batch: Any, rank: int, world: int) -> Any:

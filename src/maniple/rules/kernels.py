@@ -35,15 +35,20 @@ def kernels() -> Kernels:
     return cast(Kernels, blocks) if _is_loading else _fastest()
 
 
-@functools.cache
 def _fastest() -> Kernels:
+    return cast(Kernels, compiled("maniple.rules.fused") or blocks)
+
+
+@functools.cache
+def compiled(module: str) -> Any:
+    """A module of ours that needs numba; None where there is none, or it cannot be used."""
     if importlib.util.find_spec("numba") is None:
-        return cast(Kernels, blocks)
+        return None
     try:
-        return cast(Kernels, importlib.import_module("maniple.rules.fused"))
+        return importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # a broken install, or nowhere to keep the compiled code
-        warnings.warn(f"numba is installed but cannot be used ({error}); exchanges run in NumPy, slower", stacklevel=2)
-        return cast(Kernels, blocks)
+        warnings.warn(f"numba is installed but cannot be used ({error}); NumPy does it, slower", stacklevel=2)
+        return None
 
 
 def warm_up(dtypes: list[str]) -> None:

@@ -32,9 +32,9 @@ class Address:
         return cls(host=host.strip("[]"), port=int(port))
 
     @property
-    def is_loopback(self) -> bool:
-        """Only processes of this machine can reach it."""
-        return self.path is not None or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+    def is_everywhere(self) -> bool:
+        """It stands for all addresses of a machine: others are told the machine's name instead."""
+        return self.path is None and self.host in {"0.0.0.0", "::"}
 
     def connect(self, timeout_s: float) -> socket.socket:
         """A connected socket, or OSError within `timeout_s`."""

@@ -180,7 +180,8 @@ class Bye(Said, frozen=True, tag=27):
 class Join(Said, frozen=True, tag=40):
     """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
     rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine.
-    `is_back`: I was here before, and the connection broke."""
+    `is_back`: I was here before, and the connection broke. `guests`: my launcher, which is not yours, has started so
+    many of us."""
 
     node: str
     pid: int
@@ -189,6 +190,7 @@ class Join(Said, frozen=True, tag=40):
     is_near: bool = False
     is_expected: bool = False
     is_back: bool = False
+    guests: int = 0
 
 
 class Joined(Said, frozen=True, tag=41):

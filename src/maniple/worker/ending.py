@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from maniple.errors import ManipleError
+from maniple.errors import ManipleError, WorkerFailed
 from maniple.place import Place
+from maniple.place.launch import is_elastic
+from maniple.record import Folder
 
 if TYPE_CHECKING:
     from maniple.worker.replica import Replica
@@ -104,6 +106,18 @@ def staying(place: Place, *, has_failed: Callable[[], bool], is_told: Callable[[
             from maniple.worker.hosted import await_end
 
             await_end(place, has_failed=has_failed() or not is_well, is_told=is_told)
+
+
+def mind_early_end(place: Place) -> None:
+    """The host has ended before this worker had: a launcher that can start all again, elsewhere perhaps, is to do so.
+
+    It may have lost the host's machine, and would take the end of the others for the end of the training.
+    """
+    if place.is_guest and place.run is not None and is_elastic() and not Folder(place.run).is_stopped:
+        raise WorkerFailed(
+            f"the host of {place.run} has ended before worker {place.rank} had come to its end; its machine may be "
+            f"gone. {place.launcher} starts the workers again if it may (--max-restarts), and they go on from there."
+        )
 
 
 def _end_well_or_not(act: Callable[[], None]) -> None:

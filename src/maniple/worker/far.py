@@ -36,7 +36,8 @@ class Far:
         # tells a rank too, but no launcher waits for it.
         is_expected = place.segment is not None
         rank = place.rank if is_expected or place.is_queued else -1
-        who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected)
+        guests = place.world if place.is_guest and is_expected else 0
+        who = Join(place.node, os.getpid(), rank, place.restarts, is_expected=is_expected, guests=guests)
         self._control = Control(door, who, count=count)
         self.place = told_place(place, told := self._control.join(place.join_deadline_s))
         self._lenders: list[Questions] = []

@@ -5,7 +5,6 @@ started again. They find it by the run folder, whose name is the same for all of
 """
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -22,13 +21,13 @@ import msgspec
 from maniple.center.segment import is_guarded
 from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
 from maniple.place import JOIN_DEADLINE_S, Place, settle
-from maniple.place.launch import Launch, find_launch, is_elastic
+from maniple.place.launch import Launch, as_guest, find_launch, is_elastic
 from maniple.record import Folder
 from maniple.wire.messages import Joined
 from maniple.wire.posted import FILE, Posted
+from maniple.worker import runs
 from maniple.worker.control import Control
 
-_LOOK_S = 0.05
 _SAVING_S = 600.0  # for a host that was told to end: a large center takes its time to be written
 _LAST_LINES = 20
 _PART_S = 1.0  # of the time to join, after which one looks whether the host is alive
@@ -39,6 +38,12 @@ def find_host(place: Place) -> Place:
     launch = find_launch(place)
     folder = _host_here(place, launch) if place.rank == 0 else _await_host(place, launch)
     return settle(_seen_from(place, folder))
+
+
+def left_of_many(place: Place) -> Place:
+    """The place of a worker whom an elastic launcher has started alone: in the run of its launch, if there is one."""
+    guest = as_guest(place)
+    return find_host(guest) if runs.of_launch(find_launch(guest)) else place
 
 
 def joined(control: Control, place: Place) -> Joined:
@@ -65,7 +70,7 @@ def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) ->
     poll = select.poll()
     poll.register(host, select.POLLIN)
     deadline = None
-    while not poll.poll(_LOOK_S * 1000):
+    while not poll.poll(runs.LOOK_S * 1000):
         if deadline is None and (has_failed or is_told()):
             if is_elastic():
                 break
@@ -79,8 +84,9 @@ def await_end(place: Place, *, has_failed: bool, is_told: Callable[[], bool]) ->
 
 def _host_here(place: Place, launch: Launch) -> Path:
     """The run folder of the host that serves this launch: there is one already, or it is started now."""
-    folder = _begun(launch) if place.restarts else _living(launch)
-    if folder is None:
+    is_again = bool(runs.before(place, launch))
+    folder = runs.begun(launch) if is_again else runs.living(launch)
+    if folder is None or (is_again and not runs.answers(folder)):
         folder = _start(place, launch)
     again = f" (restart {place.restarts})" if place.restarts else ""
     print(
@@ -89,17 +95,6 @@ def _host_here(place: Place, launch: Launch) -> Path:
         file=sys.stderr,
         flush=True,
     )
-    return folder
-
-
-def _begun(launch: Launch) -> Path | None:
-    """The host that this worker's predecessor has started, also if it is still beginning."""
-    deadline = time.monotonic() + JOIN_DEADLINE_S
-    while (folder := _living(launch)) is None:
-        newest = next(reversed(_folders(launch)), None)
-        if newest is None or (newest / FILE).exists() or time.monotonic() > deadline:
-            return None
-        time.sleep(_LOOK_S)
     return folder
 
 
@@ -120,7 +115,7 @@ def _start(place: Place, launch: Launch) -> Path:
             os.close(tie)
         _await_start(process, launch, said)
     _started.append(process)
-    folder = _living(launch)
+    folder = runs.living(launch, is_here=True)
     assert folder is not None
     return folder
 
@@ -130,10 +125,10 @@ _started: list["subprocess.Popen[bytes]"] = []  # who is not asked about any mor
 
 def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[bytes]) -> None:
     deadline = time.monotonic() + JOIN_DEADLINE_S
-    while _living(launch) is None:
+    while runs.living(launch, is_here=True) is None:
         exit_code = process.poll()
         if exit_code is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(runs.LOOK_S)
             continue
         how = (
             f"has not begun within {JOIN_DEADLINE_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
@@ -153,7 +148,7 @@ def _note_failure(launch: Launch, words: bytes) -> None:
     """Let the other workers know, who wait: the run has ended before it began."""
     if launch.resume is None:
         with suppress(ManipleError, OSError):
-            folder = Folder.create(launch.runs, _fresh(launch))
+            folder = Folder.create(launch.runs, runs.fresh(launch))
             folder.log("host").write_bytes(words)
             folder.describe(started=launch.started, ended=time.time(), exit_code=WorkerFailed.exit_code)
 
@@ -171,50 +166,16 @@ def _last(said: bytes) -> str:
 def _words(place: Place, launch: Launch) -> list[str]:
     """How the host is to begin: anew, or going on with a run."""
     run = launch.resume
-    if place.restarts:  # its predecessor was killed, or has ended because all seemed to be done
-        run = next(filter(_has_center, reversed(_folders(launch))), run)
-    begin = ["--runs", str(launch.runs), "--name", _fresh(launch)] if run is None else ["--resume", str(run)]
+    # Their predecessors' host was killed or cut off, or has ended because all seemed to be done.
+    run = next(filter(runs.has_center, reversed(runs.before(place, launch))), run)
+    begin = ["--runs", str(launch.runs), "--name", runs.fresh(launch)] if run is None else ["--resume", str(run)]
     where = "127.0.0.1:0" if place.local_world == place.world else "0.0.0.0:0"
     return [*begin, place.launcher, str(place.world), where]
 
 
-def _has_center(folder: Path) -> bool:
-    """A run can go on: there is a snapshot, or its memory is still there."""
-    host = Posted.read(folder / FILE)
-    is_in_memory = host is not None and host.is_here and Path(host.segment, "members").exists()
-    return is_in_memory or any(folder.glob("center/snapshot-*"))
-
-
-def _fresh(launch: Launch) -> str:
-    """The launch's name, or `name.2` and so on if runs of earlier launches had the same."""
-    count = len(_folders(launch))
-    return launch.name if count == 0 else f"{launch.name}.{count + 1}"
-
-
-def _folders(launch: Launch) -> list[Path]:
-    """The folders of all runs of that name, from the oldest to the newest."""
-    pattern = re.compile(re.escape(launch.name) + r"(?:\.(\d+))?")
-    names = [path.name for path in launch.runs.iterdir()] if launch.runs.is_dir() else []
-    found = {int(match[1] or 1): launch.runs / match[0] for name in names if (match := pattern.fullmatch(name))}
-    return [found[number] for number in sorted(found)]
-
-
-def _living(launch: Launch) -> Path | None:
-    """The folder of the run whose host serves this launch; None if there is no such host yet."""
-    candidates = _folders(launch) if launch.resume is None else [launch.resume]
-    for path in reversed(candidates):
-        host = Posted.read(path / FILE)
-        is_over = Folder(path).read().get("ended") is not None
-        if host is None or is_over or not host.segment:
-            continue
-        if not host.is_here or is_guarded(Path(host.segment)):
-            return path.resolve()
-    return None
-
-
 def _await_host(place: Place, launch: Launch) -> Path:
-    deadline, pause_s = time.monotonic() + place.host_deadline_s, _LOOK_S
-    while (folder := _living(launch)) is None:
+    deadline, pause_s = time.monotonic() + place.host_deadline_s, runs.LOOK_S
+    while (folder := runs.living(launch)) is None:
         _mind_end(place, launch)
         if time.monotonic() > deadline:
             where = launch.resume or launch.runs / launch.name
@@ -231,9 +192,9 @@ def _await_host(place: Place, launch: Launch) -> Path:
 
 
 def _mind_end(place: Place, launch: Launch) -> None:
-    """Raise WorkerFailed if the host of this launch has ended already; one that is started again may have another."""
-    newest = next(reversed(_folders(launch)), None)
-    if newest is None or place.restarts or launch.resume is not None:
+    """Raise WorkerFailed if the host of this launch has ended already; where all are started again may be another."""
+    newest = next(reversed(runs.folders(launch)), None)
+    if newest is None or is_elastic() or launch.resume is not None:
         return
     about = Folder(newest).read()
     if isinstance(about.get("ended"), float) and about["ended"] > launch.started:
@@ -258,6 +219,7 @@ def _seen_from(place: Place, path: Path) -> Place:
         address=str(host.nearest),
         token=token,
         certificate=Path(host.certificate) if host.certificate else None,
+        host_file=path / FILE,
     )
 
 

@@ -3,6 +3,7 @@ reaches it over the network; `among.Among` has no host, but other workers of one
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,8 +15,9 @@ from maniple.center.locks import Patience, held
 from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.changes import Changes
 from maniple.contracts import Center
-from maniple.errors import HostAway, InvalidArgument
+from maniple.errors import HostAway, InvalidArgument, PeerLost
 from maniple.place import Place
+from maniple.place.launch import is_elastic
 from maniple.record import Events, Folder
 from maniple.rules import Rule, warm_up
 from maniple.sampler import Lease, Lender, Table, Terms
@@ -24,6 +26,7 @@ from maniple.sampler.lease import Holder, Verdict
 if TYPE_CHECKING:
     from maniple.wire.messages import Joined
 
+_RETURN_S = 30.0  # for worker 0, of whom nothing is heard, before others begin without it
 Count = Callable[[], tuple[int, int, bool]]  # steps and samples so far; whether there are none left
 
 
@@ -77,6 +80,10 @@ def take_seat(place: Place, count: Count) -> Seat | None:
         from maniple.worker.hosted import find_host
 
         place = find_host(place)
+    elif place.is_alone and place.center == "host" and is_elastic():
+        from maniple.worker.hosted import left_of_many
+
+        place = left_of_many(place)
     if place.is_near:
         return Near(place, count)
     if place.address is None:
@@ -91,11 +98,6 @@ def _among(place: Place, count: Count) -> Seat | None:
         raise InvalidArgument(
             f"MANIPLE_CENTER=mpi needs workers that MPI has started, but these {place.world} were started by "
             f"{place.launcher}. Start them by `mpirun -n {place.world} python SCRIPT`, or unset MANIPLE_CENTER."
-        )
-    if place.limits.validate_every or place.limits.patience:
-        raise InvalidArgument(
-            "MANIPLE_VALIDATE_EVERY and MANIPLE_PATIENCE need a controller, and with MANIPLE_CENTER=mpi there is none. "
-            "Unset them, or unset MANIPLE_CENTER, so that worker 0 is the host."
         )
     from maniple.worker.among import Among, ask_mpi  # imports MPI, which begins by that
 
@@ -137,15 +139,15 @@ class Near:
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._tables: list[Table] = []
         door = Door.of(place)
-        self._control = Control(
-            door, Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True), count=count
-        )
+        guests = place.world if place.is_guest else 0
+        who = Join(place.node, os.getpid(), place.rank, place.restarts, is_near=True, guests=guests)
+        self._control = Control(door, who, count=count)
         self.place = self._told(place) if place.is_guest else place
         self._holder = Holder(place.rank, self._segment.incarnation(place.rank))
         self._segment.mark(place.rank, LIVE)
         self._control.start()
-        who = (self._holder.rank, self._holder.incarnation)
-        self._questions = Questions(door, who=lambda: who, count=count, is_over=lambda: self.is_over)
+        holder = (self._holder.rank, self._holder.incarnation)
+        self._questions = Questions(door, who=lambda: holder, count=count, is_over=lambda: self.is_over)
 
     def _told(self, place: Place) -> Place:
         from maniple.worker.hosted import joined
@@ -179,10 +181,25 @@ class Near:
         return center, is_creator
 
     def _await_first(self, name: str) -> None:
-        """Wait until worker 0 has made the center: where all begin together, they begin with its values."""
-        patience = Patience(self.place.circle_deadline_s)
-        while not (self._segment.path / name).exists() and self._segment.state(0) in {NEVER, LIVE}:
+        """Wait until worker 0 has made the center: where all begin together, they begin with its values.
+
+        One that was silent for a while, on a busy machine say, counts as dead and yet returns.
+        """
+        patience, seen = Patience(self.place.circle_deadline_s), time.monotonic()
+        while not (self._segment.path / name).exists() and not self.is_over:
+            state = self._segment.state(0)
+            seen = time.monotonic() if state in {NEVER, LIVE} else seen
+            if state == LEFT or time.monotonic() - seen > _RETURN_S:
+                self._do_without_first(name)
+                return
             patience.wait(f"worker 0 to make {name}")
+
+    def _do_without_first(self, name: str) -> None:
+        if self.place.deterministic:
+            raise PeerLost(
+                f"worker 0 is gone and has not made {name}, with whose values all begin in a repeatable run "
+                "(--deterministic). Look at what it printed, and start the run again."
+            )
 
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""

@@ -23,7 +23,7 @@ from maniple.worker.alone import Alone
 from maniple.worker.asked import check_center, check_return, is_in_step, settle
 from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
-from maniple.worker.ending import Ending, failure, staying, watch_the_end
+from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
 from maniple.worker.logged import plain
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
@@ -60,8 +60,7 @@ class Worker(Calls):
 
     def __init__(self, place: Place) -> None:
         self._replicas: list[Replica] = []
-        self._samples = Samples()
-        self._alone = Alone(place.limits, self._count)
+        self._samples, self._alone = Samples(), Alone(place.limits, self._count)
         self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
         place = place if self._seat is None else self._seat.place
@@ -251,14 +250,15 @@ class Worker(Calls):
 
     def _depart(self) -> None:
         """The script has ended."""
+        is_cut_short = self.is_over and not self.has_left and not self._has_failed and not self.is_hurried
         with staying(self._place, has_failed=lambda: self._has_failed, is_told=lambda: self.is_hurried):
             self.leave()
+        if is_cut_short:
+            mind_early_end(self._place)
 
     def mind_absence(self, replica: Replica) -> None:
         """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
-        assert self._seat is not None
-        error = self._seat.absence()
-        if error is not None and not self._has_failed:
+        if not self._has_failed and self._seat is not None and (error := self._seat.absence()) is not None:
             self._has_failed = True  # no last exchange is tried
             path = replica.save(f"replica-{self.rank}.safetensors", self._place.run)
             raise type(error)(f"{error} This worker's replica is saved in {path}.")
