@@ -20,7 +20,7 @@ from maniple.center.arrays import ARRAY, Brought
 from maniple.center.batch import ask
 from maniple.center.link import Door, Link, checked
 from maniple.center.positions import crossing, points
-from maniple.center.remote import Remote
+from maniple.center.remote import Remote, find_layout
 from maniple.center.tcp import insist
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError
@@ -29,12 +29,10 @@ from maniple.place import find
 from maniple.wire.messages import (
     Answer,
     Bye,
-    Find,
     Listing,
     Message,
     Names,
     Offer,
-    Opened,
     Put,
     Save,
     Saved,
@@ -168,16 +166,8 @@ class Client:
     def _layout(self, name: str) -> Layout:
         """Shape and dtype of an array; they never change."""
 
-        def look() -> Layout:
-            stream = self._link.stream()
-            stream.send(Find(ARRAY + name))
-            message, size = stream.receive()
-            if not isinstance(checked(message), Opened):
-                raise BadFrame("the shape of an array was expected.")
-            return Layout.from_table(bytes(stream.receive_bytes(size, at_most=_MAX_LIST_BYTES)))
-
         if name not in self._layouts:
-            self._layouts[name] = insist(self._link, look, self._timeout_s)
+            self._layouts[name] = insist(self._link, lambda: find_layout(self._link, ARRAY + name), self._timeout_s)
         return self._layouts[name]
 
     def _checked(self, layout: Layout, value: npt.ArrayLike, shape: tuple[int, ...], alpha: Any, beta: Any) -> Array:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -101,14 +103,13 @@ class Submitted:
     def center(self) -> dict[str, np.ndarray]:
         return load_file(self.run / "center" / "center-0.safetensors")
 
-    def assert_accounted(self) -> Counter[tuple[int, int]]:
-        """The center has what each worker has done, exactly."""
+    def assert_accounted(self, lost: int = 0) -> Counter[tuple[int, int]]:
+        """The center has what each worker has done, exactly; but for `lost` samples at most, of one that died."""
         taken = self.taken()
         times = np.bincount([sample for _, sample in taken], minlength=SAMPLES)
         seen = self.center()["seen"]
-        assert (seen == times).all(), (
-            f"{(times - seen)[seen < times].sum()} lost, {(seen - times)[seen > times].sum()} twice"
-        )
+        assert (seen <= times).all(), f"{(seen - times)[seen > times].sum()} twice"
+        assert (times - seen).sum() <= lost, f"{(times - seen).sum()} lost"
         return Counter(taken)
 
 
@@ -187,6 +188,13 @@ def test_a_host_in_the_queue_is_preempted_comes_back_elsewhere_and_is_stopped(cl
     for task in range(2):
         submitted.await_rows(task, "exchange", exchanges[task] + 2)
 
+    posted = json.loads((submitted.run / "host.json").read_text())
+    cluster.on(int(posted["node"][1:]), "kill", "-9", str(posted["pid"]))  # for want of memory, say
+    submitted.await_rows("host", "adopted")
+    exchanges = [len(submitted.rows(task, "exchange")) for task in range(2)]
+    for task in range(2):
+        submitted.await_rows(task, "exchange", exchanges[task] + 2)
+
     assert "no job is in the queue" in submitted.call("stop", "runs/run")
     assert "run" not in cluster.on(0, "squeue", "-h", "-o", "%j"), "only the urgent job is left"
     submitted.assert_accounted()
@@ -208,15 +216,32 @@ def assert_token_is_nowhere(cluster: Cluster, submitted: Submitted) -> None:
 
 
 def test_ctrl_c_cancels_queued_and_running_tasks_and_saves_the_center(cluster: Cluster, submitted: Submitted):
-    going = submitted.start("-n", "4", "--max-simultaneous", "2")
+    """Also if a node was powered off before: the next task takes the place of its task, which is queued again."""
+    going = submitted.start("-n", "4", "--max-simultaneous", "2", "--cpus-per-worker", "4")
     for task in range(2):
         submitted.await_rows(task, "exchange", 2)
-    cluster.signal(going, signal.SIGINT)
-    assert going.wait(PATIENCE_S) == 130, submitted.output
-    assert queue(cluster) == ""
-    assert all(submitted.rows(task, "leave") for task in range(2)), "each made its last exchange"
-    assert not submitted.rows(2, "join")
-    submitted.assert_accounted()
+    node = cluster.on(0, "squeue", "-h", "-j", f"{submitted.jobs()['workers']}_1", "-o", "%N").strip()
+    with powered_off(cluster, node):
+        submitted.await_rows(2, "exchange", 2)
+        assert f"{submitted.jobs()['workers']}_1 PENDING" in queue(cluster)
+        cluster.signal(going, signal.SIGINT)
+        assert going.wait(PATIENCE_S) == 130, submitted.output
+        assert queue(cluster) == ""
+    assert [bool(submitted.rows(task, "leave")) for task in range(3)] == [True, False, True], "their last exchange"
+    assert not submitted.rows(3, "join")
+    submitted.assert_accounted(lost=4 * BATCH)
+
+
+@contextmanager
+def powered_off(cluster: Cluster, node: str) -> Iterator[None]:
+    """Slurm would find out by itself, after its SlurmdTimeout."""
+    cluster.off(int(node[1:]))
+    cluster.on(0, "scontrol", "update", f"nodename={node}", "state=down", "reason=off")
+    try:
+        yield
+    finally:
+        cluster.boot(int(node[1:]))
+        cluster.on(0, "scontrol", "update", f"nodename={node}", "state=resume", check=False)  # or it came by itself
 
 
 def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cluster: Cluster, submitted: Submitted):
@@ -241,8 +266,8 @@ def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cl
 
 def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, tmp_path: Path):
     """In a folder whose name needs care."""
-    (tmp_path / "it's #1, 50% done").mkdir()
-    submitted = Submitted(cluster, tmp_path / "it's #1, 50% done")
+    (tmp_path / 'it\'s #1, 50% "done"').mkdir()
+    submitted = Submitted(cluster, tmp_path / 'it\'s #1, 50% "done"')
     script = submitted.folder / "script.py"
     script.write_text(
         "import maniple, sys\nworker = maniple.join()\nif worker.rank == 1:\n    raise ValueError('mine')\n"

@@ -73,3 +73,12 @@ def test_an_elastic_launcher_may_start_more_or_fewer_the_next_time(segment):
     assert Membership(segment, Events(None), 4, are_guests=True).join("again", object(), Join("there", 1, -1, 0))[0] > 1
     with pytest.raises(InvalidArgument, match="has the rank of one of them"):
         members.join("of-five-0", object(), Join("here", os.getpid(), 0, 0, is_near=True, guests=5))
+
+
+def test_task_that_was_cut_off_takes_nothing_from_the_one_in_its_place(segment):
+    """Each was requeued: the first is on a node that the queue took for dead."""
+    members = Membership(segment, Events(None), 2, is_queued=True)
+    assert members.join("a", object(), Join("h1", 7, 0, 1))[0] == 0
+    assert members.join("b", object(), Join("h2", 7, 0, 2))[0] == 0
+    assert members.join("a", object(), Join("h1", 7, 0, 1, is_back=True))[0] == 2
+    assert (members.rank("a"), members.rank("b")) == (2, 0)

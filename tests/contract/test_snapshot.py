@@ -18,6 +18,7 @@ from maniple.contracts import Entry, Moment
 from maniple.errors import InvalidArgument
 from maniple.host import Host
 from maniple.record import Folder, read_events
+from maniple.record.folder import write_whole
 
 from ..limits import file_limit
 
@@ -290,6 +291,33 @@ def test_run_whose_host_lives_cannot_be_resumed(memory, tmp_path):
     with pytest.raises(InvalidArgument, match="going on"):
         Host.resume(memory, tmp_path / "run", {})
     first.close(0)
+
+
+def test_center_of_a_host_that_was_taken_for_dead_is_given_up(memory, tmp_path):
+    """Its run has gone on from a snapshot on another machine: it saves nothing, and is not taken over."""
+    there = tmp_path / "there"
+    there.mkdir()
+    first = begun(memory, tmp_path)
+    first.save()
+    second = Host.resume(there, tmp_path / "run", {})
+    assert first.save() is None
+    first.segment.close()  # killed at last
+    second.close(0)
+    third = Host.resume(memory, tmp_path / "run", {})
+    assert "begins again from snapshot-000002" in third.news[0]
+    fourth = Host.resume(there, tmp_path / "run", {}, which="2")
+    assert third.close(1) == []
+    assert fourth.folder.read()["exit_code"] is None, "the run goes on"
+    fourth.close(0)
+    assert not list(memory.iterdir()) and not list(there.iterdir())
+    assert [path.name for path in sorted((tmp_path / "run" / "center").glob("snapshot-*"))][-1] == "snapshot-000003"
+
+
+def test_run_that_cannot_be_described_leaves_nothing_in_memory(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(Folder, "describe", lambda *_, **__: write_whole(tmp_path / "none" / "run.json", b""))
+    with pytest.raises(OSError):
+        begun(memory, tmp_path)
+    assert not list(memory.iterdir())
 
 
 def test_folder_that_is_no_run_cannot_be_resumed(memory, tmp_path):

@@ -137,7 +137,7 @@ def test_all_of_a_machine_is_looked_at_in_one_call(tmp_path):
         (["--partition", "gpu"], "add --slurm, or --ray"),
         (["-n", "0"], "1 worker or more"),
         (["--hosts", "a,a"], "names a host twice"),
-        (["--slurm", "--walltime", "soon"], "'soon' is no duration"),
+        (["--slurm", "--walltime", "soon"], "--walltime soon is no time"),
         (["--slurm", "--mem", "much"], "--mem much is no size"),
         (["--token-file", "nowhere", "127.0.0.1:1"], "nowhere cannot be read"),
     ],

@@ -217,6 +217,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_run_saves_its_center(s
     again = run("import maniple; maniple.join()", "-n", "1")
     assert f"had left {segment} in memory: saved and removed" in again.output
     assert not (memory / segment).exists()
+    examined = subprocess.run([MANIPLE, "doctor", going.folder], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert "its host was killed; the center was saved by a later run" in examined.stdout, examined.stderr
     done = sum(going.events(rank, "exchange")[-1]["step"] for rank in range(2))
     assert done <= going.center["w"].max() <= done + 2, "what was exchanged is there; two exchanges may lack their row"
 

@@ -101,7 +101,7 @@ def test_a_host_that_was_killed_is_told_of(start):
     follower = subprocess.Popen([MANIPLE, "watch", going.folder], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
     try:
-        while "the host was killed" not in (line := follower.stdout.readline()):
+        while "the host does not answer" not in (line := follower.stdout.readline()):
             assert line
     finally:
         (going.folder.parent.parent / "enough").touch()

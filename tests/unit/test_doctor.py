@@ -6,9 +6,10 @@ import pytest
 
 from maniple.doctor import CHECKS, Case, examine, glance, probe
 from maniple.doctor.finding import Check, Finding, fine, grave, warning
-from maniple.doctor.slurm import duration_s, parse_nodes, size_mb
+from maniple.doctor.slurm import parse_nodes
 from maniple.errors import InvalidArgument
 from maniple.launch import meeting
+from maniple.launch.amounts import duration_s, size_mb
 from maniple.launch.room import Room
 from maniple.place.machine import binding_variables, values_of, visible_gpus
 from maniple.record.versions import versions
@@ -133,7 +134,7 @@ def test_durations_are_read_as_slurm_reads_them(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-1", "1h", "3:00:"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(InvalidArgument, match="is no duration"):
+    with pytest.raises(InvalidArgument, match="is no time"):
         duration_s(text)
 
 

@@ -181,6 +181,14 @@ def test_a_host_that_begins_again_has_new_workers(written):
     assert (story.standings[0].state, story.host_exit_code) == ("starting", None)
 
 
+def test_nobody_trains_when_the_run_has_ended(written):
+    written.row("server", "joined", 1, worker=0, live=1)
+    written.row("host", "end", 2, exit_code=None)
+    assert written.story().standings[0].state == "training", "the host comes back"
+    written.row("host", "end", 3, exit_code=0)
+    assert written.story().standings[0].state == "ended"
+
+
 def test_rows_that_make_no_sense_are_passed_over(written):
     written.row(0, "join", 0)
     written.row(0, "progress", 1, step="many")

@@ -22,10 +22,13 @@ from maniple.wire.address import Address
     [
         (["stop", "."], "is no run folder"),
         (["status", "."], "is no run folder"),
+        (["status", "odd"], "is not what maniple has written"),
         (["submit", "-n", "2", "train.py"], "Add --slurm"),
         (["submit", "--slurm", "train.py"], "Add --instances"),
         (["submit", "--slurm", "-n", "0", "train.py"], "--instances 0 is below 1"),
         (["submit", "--slurm", "-n", "2", "--walltime", "3h", "train.py"], "--walltime 3h is no time"),
+        (["submit", "--slurm", "-n", "2", "--walltime", "1:00", "train.py"], "is not longer than --leave-early 60"),
+        (["submit", "--slurm", "-n", "2", "--resume", "odd/none", "train.py"], "is no run folder"),
         (["submit", "--slurm", "-n", "2", "--mem", "lots", "train.py"], "--mem lots is no size"),
         (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "has several lines"),
         (["submit", "--slurm", "-n", "2", "--rule", "bsp", "train.py"], "has all workers meet"),
@@ -37,6 +40,8 @@ def test_mistakes_are_told(tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text("[1]")
     done = CliRunner().invoke(cli, words, standalone_mode=False)
     assert isinstance(done.exception, InvalidArgument | click.UsageError)
     assert told in str(done.exception)

@@ -7,7 +7,7 @@ from maniple.center.parcel import Parcels
 from maniple.contracts import Act, Array, Model
 from maniple.errors import BadFrame, HostAway
 from maniple.layout import Layout
-from maniple.wire.messages import Busy, Create, Offer, Open, Opened, Pull, Value
+from maniple.wire.messages import Busy, Create, Find, Offer, Open, Opened, Pull, Value
 
 _WINDOW = 256  # questions under way at once: few enough that they never fill a buffer
 _MAX_TABLE_BYTES = 64 << 20
@@ -89,3 +89,13 @@ class Remote:
     def size_bytes(self) -> int:
         """The bytes of all values on the wire, one way."""
         return sum(self.parcels.size_bytes(i) for i in range(len(self.layout.entries)))
+
+
+def find_layout(link: Link, name: str) -> Layout:
+    """The layout of what the host has under this name; InvalidArgument if there is none."""
+    stream = link.stream()
+    stream.send(Find(name))
+    message, size = stream.receive()
+    if not isinstance(checked(message), Opened):
+        raise BadFrame(f"{type(message).__name__} is no answer to Find.")
+    return Layout.from_table(bytes(stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES)))

@@ -1,5 +1,6 @@
 """The command `maniple`."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from maniple.cli.host import host
 from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, settings, web_settings
+from maniple.cli.settings import model_settings, restarts, settings, web_settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
@@ -60,14 +61,7 @@ def cli() -> None:
     default="",
     help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
-@click.option(
-    "--restarts",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="Start a dead worker again, up to K times each.",
-)
+@restarts("Start a dead worker again, up to K times each.")
 @click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",
@@ -190,3 +184,11 @@ def told(act: Callable[[], Any]) -> None:
     except ManipleError as error:
         click.echo(f"maniple: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}:
+            raise
+        where = error.filename or "a file"
+        click.echo(
+            f"maniple: {where} cannot be written: {error.strerror}. Make room, or choose another --runs.", err=True
+        )
+        sys.exit(3)

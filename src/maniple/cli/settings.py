@@ -144,6 +144,11 @@ def web_settings(command: Command) -> Command:
     return command
 
 
+def restarts(what: str) -> Callable[[Command], Command]:
+    """The option --restarts; `what` it does differs with who starts the workers."""
+    return click.option("--restarts", type=int, default=0, show_default=True, metavar="K", help=what)
+
+
 def model_settings(command: Command) -> Command:
     """Give a command the options of models that are trained by maniple's own loop."""
     for option in reversed(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.slurm import look
 from maniple.launch.submission import Submission
@@ -39,7 +40,11 @@ def _jobs(run: Path) -> list[str]:
         return []
     lines: list[str] = []
     for kind, job in Submission.read(run).jobs.items():
-        tasks = look([job])
+        try:
+            tasks = look([job])
+        except InvalidArgument as error:  # no Slurm on this machine: the rest can be told
+            lines.append(f"{job} ({kind}): {error}")
+            continue
         states = Counter(task.state.lower() for task in tasks or [])
         words = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         reasons = sorted({task.reason for task in tasks or [] if task.state == "PENDING"} - {"None", ""})

@@ -9,7 +9,7 @@ import click
 from maniple.errors import WaitedTooLong
 from maniple.launch.death import short
 from maniple.launch.slurm import cancel, look
-from maniple.launch.submission import WORKERS, Submission
+from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
 
@@ -41,12 +41,27 @@ def stop(*, run: Path, timeout_s: float) -> None:
     folder.stop()
     if WORKERS in jobs:
         cancel([jobs[WORKERS]])  # while the host lives, so that they make their last exchange
-    if where.is_alive:
+    job = jobs.get(HOST)
+    if where.is_alive or _runs(job):
         click.echo("the host is told: it ends the workers, and saves the center when they have left")
-        _wait(lambda: not find_host(run).is_alive, timeout_s, f"the host: {where.words}")
+        _wait(lambda: _has_gone(run, job), timeout_s, f"the host, which {where.words}")
     if folder.is_submitted:
         _empty(list(Submission.read(run).jobs.values()), timeout_s)
-    click.echo(f"stopped: the host {find_host(run).words}. The center is in {short(run)}/center")
+    where = find_host(run)
+    click.echo(f"stopped: the host {where.words}." + (f" Its center: {short(run)}/center" if where.has_ended else ""))
+
+
+def _has_gone(run: Path, job: str | None) -> bool:
+    """The host has ended, and not only stopped listening: a large center takes its time to be saved."""
+    if (where := find_host(run)).is_dead:
+        time.sleep(_TICK_S)  # how it ended is written down a moment after its memory is gone
+    return where.has_ended or where.is_dead or (job is not None and not _runs(job))
+
+
+def _runs(job: str | None) -> bool:
+    """A job has begun, and has not ended, as far as is known."""
+    tasks = [] if job is None else look([job])
+    return tasks is None or any(not task.is_over and task.state != "PENDING" for task in tasks)
 
 
 def _empty(jobs: list[str], timeout_s: float) -> None:
@@ -68,6 +83,6 @@ def _wait(until: Callable[[], bool], timeout_s: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise WaitedTooLong(
                 f"waited {timeout_s:g} s for {what}. Call `maniple stop` again, with a longer --timeout; `squeue` "
-                "tells what is left."
+                "tells what is left, and `scancel` ends it."
             )
         time.sleep(_TICK_S)

@@ -9,8 +9,8 @@ import click
 
 from maniple.cli.doctor import tell_warning, warn_early
 from maniple.cli.job import job_from
-from maniple.cli.settings import model_settings, settings
-from maniple.errors import InvalidArgument
+from maniple.cli.settings import model_settings, restarts, settings
+from maniple.errors import InvalidArgument, QueueRefused
 from maniple.launch import Job, run_local
 from maniple.launch.array import Array
 from maniple.launch.board import count
@@ -20,6 +20,7 @@ from maniple.launch.ray import shortage
 from maniple.launch.room import Room
 from maniple.launch.slurm import Order, Resources, cancel, check_commands, look
 from maniple.launch.submission import HOST, WORKERS, Submission
+from maniple.launch.whereabouts import check_gone, find_host
 from maniple.record import Folder
 from maniple.record.folder import fresh_name
 from maniple.rules import parse_rule
@@ -33,14 +34,7 @@ from maniple.session import Configured
 @click.option(
     "--ray-address", metavar="HOST:PORT", default="auto", show_default=True, help="The Ray cluster; auto: that of here."
 )
-@click.option(
-    "--restarts",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="With --ray: place a lost worker again, up to K times each. Slurm queues such tasks again by itself.",
-)
+@restarts("With --ray: place a lost worker again, up to K times each. Slurm queues such tasks again by itself.")
 @click.option(
     "--max-simultaneous", type=int, default=0, metavar="K", help="At most K of them at a time. Default: no limit."
 )
@@ -143,6 +137,7 @@ def _submission(*, slurm: bool, host_job: bool, dry_run: bool, **options: Any) -
         run = (job.runs / str(job.name)).resolve()
     else:
         job, run = remembered(job, job.resume), job.resume.resolve()
+        find_host(run)  # tells if that is no run
     if host_job and job.snapshot is not None:
         raise InvalidArgument(
             f"--snapshot {job.snapshot} is where to go on from, but a host that is a job goes on from the newest each "
@@ -190,19 +185,36 @@ def _refuse_circle(job: Job) -> None:
 def _refuse_second(run: Path) -> None:
     """Two arrays for one run would have two workers of each rank."""
     if Folder(run).is_submitted:
-        old = Submission.read(run)
-        if any(not task.is_over for task in look(list(old.jobs.values())) or []):
-            raise InvalidArgument(
-                f"jobs of {run} are in the queue: {', '.join(old.jobs.values())}. End them first: "
-                f"maniple stop {short(run)}"
+        jobs = list(Submission.read(run).jobs.values())
+        if (tasks := look(jobs)) is None:
+            raise QueueRefused(
+                f"the queue does not tell whether jobs {', '.join(jobs)} of {run} are over. Is Slurm's controller up? "
+                "`sinfo` tells; try again when it is."
             )
-        Folder(run).unstop()
+        if any(not task.is_over for task in tasks):
+            raise InvalidArgument(
+                f"jobs of {run} are in the queue: {', '.join(jobs)}. End them first: maniple stop {short(run)}"
+            )
+
+
+def _make(job: Job) -> None:
+    """The folder of a run whose host will begin later."""
+    folder = Folder.create(job.runs, str(job.name))
+    try:
+        folder.describe(asked=job.asked())
+    except BaseException:  # a full disk, say
+        folder.discard()
+        raise
 
 
 def _submit_both(submission: Submission) -> None:
     run, job = submission.order.run, submission.job
     if job.resume is None:
-        Folder.create(job.runs, str(job.name)).describe(asked=job.asked())
+        _make(job)
+    else:
+        check_gone(run)
+        Folder(run).unstop()  # the host itself cannot tell whether this is of before, or was said while it waited
+        Folder(run).describe(exit_code=None)
     submission = submission.write().submit_host()
     try:
         submission = submission.submit_workers()

@@ -5,6 +5,7 @@ from maniple.doctor.case import Case
 from maniple.doctor.finding import Check
 from maniple.doctor.visit import place_of
 from maniple.errors import InvalidArgument
+from maniple.launch.amounts import duration_s, size_mb
 from maniple.launch.job import check_hosts
 
 CHECKS = (
@@ -62,8 +63,8 @@ def check_case(case: Case) -> None:
     if case.script is not None and not case.script.is_file():
         raise InvalidArgument(f"there is no script {str(case.script)!r}. Check the path.")
     if case.slurm is not None:
-        slurm.duration_s(case.slurm.walltime or "0")
-        slurm.size_mb(case.slurm.memory or "0")
+        duration_s(case.slurm.walltime or "0")
+        size_mb(case.slurm.memory or "0")
     if case.host is not None and case.run is None:
         if ":" not in case.host:
             raise InvalidArgument(

@@ -51,7 +51,8 @@ def look_at_life(case: Case) -> Iterable[Finding]:
         resume = f"`maniple serve --resume {case.host}` goes on with it, at the same address and with the same token."
     if described.get("ended"):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(described["ended"]))
-        yield grave(f"the run ended at {when}", limit=f"exit code {described.get('exit_code')}", fix=resume)
+        how = described.get("end") or f"exit code {described.get('exit_code')}"
+        yield grave(f"the run ended at {when}", limit=how, fix=resume)
         return
     node = posted.node if posted else described.get("node")
     memory = _memory(described["lineage"], posted)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from maniple.doctor.case import Case, Slurm
 from maniple.doctor.finding import Finding, fine, grave, warning
-from maniple.errors import InvalidArgument
+from maniple.launch.amounts import duration_s, size_mb
 from maniple.launch.board import count
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "sinfo", "scontrol")
 _FORMAT = "%P|%a|%l|%N|%c|%m|%G|%T"
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
-_UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
 @dataclass(frozen=True)
@@ -201,27 +200,6 @@ def parse_nodes(text: str) -> list[Node]:
         )  # fmt: skip
         found.append(node)
     return found
-
-
-def duration_s(text: str) -> float:
-    """Slurm's words for a duration: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, infinite."""
-    if text.lower() in {"infinite", "unlimited", "n/a", "none"}:
-        return float("inf")
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, days if dash else "0"]) or len(parts) > 3:
-        raise InvalidArgument(f"{text!r} is no duration. Write HH:MM:SS, D-HH:MM:SS or minutes, as Slurm does.")
-    numbers = [int(part) for part in parts]
-    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * 86_400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
-
-
-def size_mb(text: str) -> int:
-    """Slurm's words for memory: 4000, 4000M, 4G."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
-    if found is None:
-        raise InvalidArgument(f"--mem {text} is no size. Write 4G or 4000M.")
-    return int(int(found[1]) * _UNITS[found[2]])
 
 
 def _said(seconds: float) -> str:

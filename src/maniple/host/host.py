@@ -9,7 +9,7 @@ from typing import Any
 
 from maniple.center import Segment, sweep
 from maniple.center.arrays import Brought, array_file
-from maniple.center.segment import DEAD, LIVE, NEVER
+from maniple.center.segment import DEAD, LIVE, NEVER, segment_path
 from maniple.center.shared import Shared
 from maniple.center.snapshot import (
     Manifest,
@@ -21,7 +21,7 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.keeping import begin_again, find_again, keep, save, set_most, unfinished
+from maniple.host.keeping import begin_again, find_again, is_overtaken, keep, save, set_most, unfinished
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 from maniple.record.versions import versions
@@ -83,11 +83,12 @@ class Host:
             if arrays is not None:
                 _bring(segment, arrays)
             segment.made()
+            node = platform.node()
+            folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=node)
+            return cls(folder, segment, lineage, asked, most=most)
         except BaseException:
             segment.remove()
             raise
-        folder.describe(asked=asked, lineage=lineage, started=time.time(), versions=versions(), node=platform.node())
-        return cls(folder, segment, lineage, asked, most=most)
 
     @classmethod
     def go_on(cls, shared_memory: Path, run: Path, asked: dict[str, Any], *, most: int = KEEP) -> "Host":
@@ -116,7 +117,8 @@ class Host:
     ) -> "Host":
         """Go on with the run in folder `run`.
 
-        If its center survives in shared memory, that is taken over and nothing was lost; else the newest snapshot is
+        If its center survives in shared memory, and the run has not gone on elsewhere since, that is taken over and
+        nothing was lost; else the newest snapshot is
         restored, or `which`: a number, or "best". If the newest is damaged, the next older one is offered in the
         error, or taken with `falls_back`.
         """
@@ -127,7 +129,9 @@ class Host:
                 f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
             )
         news: list[str] = []
-        segment = Segment.adopt(shared_memory, lineage, folder.path) if which is None else None
+        left = Restored.read(segment_path(shared_memory, lineage))
+        is_wanted = which is None and not is_overtaken(folder, left)
+        segment = Segment.adopt(shared_memory, lineage, folder.path) if is_wanted else None
         if segment is not None:
             finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
             news.append("the center has survived in shared memory: nothing was lost")
@@ -144,7 +148,10 @@ class Host:
             try:
                 find_again(segment, path, manifest)
                 Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
+                for rank in folder.ranks():  # they may return; those who are new get ranks of their own
+                    segment.mark(rank, DEAD)
                 segment.made()
+                folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
             except BaseException:
                 segment.remove()
                 raise
@@ -152,9 +159,6 @@ class Host:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
             lost = "nothing was" if is_all else f"what was contributed after that ({ago:,.0f} s ago) is"
             news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
-            for rank in folder.ranks():  # they may return; those who are new get ranks of their own
-                segment.mark(rank, DEAD)
-            folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
             host = cls(folder, segment, lineage, asked, most=most)
             host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
         begin_again(segment)
@@ -220,7 +224,8 @@ class Host:
             self.events.write("end", exit_code=exit_code)
             self.events.close()
             with suppress(OSError):
-                self.folder.describe(ended=time.time(), exit_code=exit_code)
+                if not is_overtaken(self.folder, self._restored):
+                    self.folder.describe(ended=time.time(), exit_code=exit_code)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
 
 
@@ -257,7 +262,9 @@ def _bring(segment: Segment, path: Path) -> None:
 
 def _salvage(segment: Segment, run: Path) -> None:
     """Save what a host that was killed has left in memory."""
-    folder = Folder(run)
+    folder, restored = Folder(run), Restored.read(segment.path)
+    if is_overtaken(folder, restored):
+        return
     finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
-    keep(segment, folder, segment.path.name.rpartition("-")[2], Restored.read(segment.path))
-    folder.describe(exit_code=None, ended="its host was killed; the center was saved by a later run")
+    keep(segment, folder, segment.path.name.rpartition("-")[2], restored)
+    folder.describe(exit_code=None, ended=time.time(), end="its host was killed; the center was saved by a later run")

@@ -4,6 +4,7 @@ The leases and what the controller knows are read before the center is copied: w
 in its center.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from maniple.center.locks import held
 from maniple.center.segment import Segment
 from maniple.center.snapshot import Manifest, prune, restore, write_snapshot
+from maniple.errors import InvalidArgument
 from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
@@ -42,7 +44,9 @@ def save(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> 
 
 
 def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, name: str | None = None) -> Path | None:
-    """Write a snapshot; None if there is no center yet."""
+    """Write a snapshot; None if there is no center yet, or the run goes on without this one."""
+    if is_overtaken(folder, restored):
+        return None
     extra = {
         _LEASES: msgspec.Raw(msgspec.json.encode(unfinished(segment))),
         _CONTROLLER: msgspec.Raw(msgspec.json.encode(Minutes.read(segment.path))),
@@ -57,6 +61,16 @@ def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, 
         extra=extra,
         name=name,
     )
+
+
+def is_overtaken(folder: Folder, restored: Restored) -> bool:
+    """The run has begun again from a snapshot since: what this memory holds is of a past that was given up.
+
+    So it is on a node that a queue took for dead, and on one whose host was killed and went on elsewhere.
+    """
+    with suppress(OSError, InvalidArgument):  # what cannot be read tells nothing
+        return int(folder.read().get("restored", 0)) > restored.count
+    return False
 
 
 def find_again(segment: Segment, path: Path, manifest: Manifest) -> None:

@@ -118,8 +118,9 @@ class Membership:
         if not self._reserved <= said.rank < MAX_WORKERS:
             return self._free()
         holders = [name for name, rank in self._ranks.items() if rank == said.rank]
-        # Who is started again takes the place of its predecessor, though that is not known to be dead yet.
-        if holders and self._segment.state(said.rank) == LIVE and not said.restarts:
+        # Who is started again takes the place of its predecessor, though that is not known to be dead yet. One who
+        # was cut off, and comes back when its place is taken, has none to take back.
+        if holders and self._segment.state(said.rank) == LIVE and (said.is_back or not said.restarts):
             return self._free()
         for name in holders:
             del self._ranks[name]

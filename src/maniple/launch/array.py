@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 
-from maniple.errors import WorkerFailed
+from maniple.errors import ManipleError, WorkerFailed
 from maniple.host import Host
 from maniple.launch.board import count
 from maniple.launch.death import last_words
@@ -12,6 +12,7 @@ from maniple.launch.submission import WORKERS, Submission
 from maniple.record import Folder
 
 _EVERY_S = 3.0  # between two looks at the queue
+_SUBMITTING_S = 300.0  # for so long a host that is a job waits for who submits the workers' jobs after it
 _FAILED = {"FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 _MAY_RETURN = {"PREEMPTED", "NODE_FAIL"}  # seen for a moment before such a task is queued again
 _RETURN_S = 30.0
@@ -24,7 +25,7 @@ class Array:
         self._submission = submission
         self._folder = Folder(submission.order.run)
         self._tasks: dict[int, Task] = {}
-        self._next = 0.0
+        self._since, self._next = time.monotonic(), 0.0
         self._over_since: float | None = None  # all tasks are
         self._is_cancelled = self._is_deaf = False
         self._told = ""
@@ -44,15 +45,17 @@ class Array:
         """Submit the array; as a job of its own, the host was submitted together with it."""
         del host
         if not self.comes_back:
-            self._submission = self._submission.submit_workers()
+            self._submission = self._submission.write().submit_workers()
             return f"job {self._submission.jobs[WORKERS]}: {count(self._submission.job.workers, 'worker')} in the queue"
         return "the workers are in the queue, or will be"
 
     def news(self) -> list[str]:
-        if time.monotonic() < self._next or (job := self._job()) is None:
+        job, now = self._job(), time.monotonic()
+        if now < self._next or (job is None and now - self._since < _SUBMITTING_S):
             return []
+        found = look([job] if job else [])
         self._next = time.monotonic() + _EVERY_S
-        if (found := look([job])) is None:
+        if found is None:
             was_deaf, self._is_deaf = self._is_deaf, True
             return [] if was_deaf else ["the queue does not answer; it is asked again, and training goes on"]
         self._is_deaf = False
@@ -65,13 +68,16 @@ class Array:
         return said if self._told == told else [*said, f"the queue: {self._told}"]
 
     def end(self) -> bool:
-        if self._over_since is not None:
+        if self.is_done or (job := self._job()) is None:
             return True
-        if not self._is_cancelled and (job := self._job()) is not None:
-            cancel([job])
+        if not self._is_cancelled:
+            try:
+                cancel([job])
+            except ManipleError:  # to be tried again: its controller may be busy, or about to come back
+                return False
             self._is_cancelled, self._next = True, 0.0
         self.news()
-        return self._over_since is not None or self._job() is None
+        return self._over_since is not None
 
     def check(self, *, has_joined: bool) -> None:
         failed = sorted(number for number, task in self._tasks.items() if task.state in _FAILED)
@@ -81,6 +87,11 @@ class Array:
                 f"of job {self._job()}, {count(len(failed), 'task')} failed: {', '.join(map(str, failed))}. Of task "
                 f"{failed[0]}: {last_words(log)}"
             )
+        if self._job() is None:
+            raise WorkerFailed(
+                f"there is no job of workers: `maniple submit` was ended before it had submitted them (waited "
+                f"{_SUBMITTING_S:g} s). Submit the run again with --resume {self._folder.path}."
+            )
         if not has_joined:
             raise WorkerFailed(
                 f"no task of job {self._job()} has called maniple.join(), and there is no center ({self._states()}). "
@@ -89,7 +100,7 @@ class Array:
 
     def _job(self) -> str | None:
         """The id of the array; a host that is a job of its own may begin before it is known."""
-        if WORKERS not in self._submission.jobs and self.comes_back:
+        if WORKERS not in self._submission.jobs and self._folder.is_submitted:
             self._submission = Submission.read(self._submission.order.run)
         return self._submission.jobs.get(WORKERS)
 

@@ -7,6 +7,7 @@ from maniple.host.keeping import forget_changes
 from maniple.launch.job import Job
 from maniple.launch.meeting import meeting_point
 from maniple.launch.memory import remembered
+from maniple.launch.whereabouts import check_gone
 from maniple.place import Place, shared_memory
 from maniple.record.folder import fresh_name
 
@@ -14,6 +15,7 @@ from maniple.record.folder import fresh_name
 def begin(job: Job) -> tuple[Job, Host]:
     """The host of `job`, and the job as it is to be done."""
     if (run := job.resume) is not None:
+        check_gone(run)
         is_said = {"rule": job.rule is not None, "pace": job.pace is not None}
         job = remembered(job, run)
         # A host alone is often started by a machine, which cannot choose between snapshots.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maniple.errors import InvalidArgument, ManipleError, QueueRefused, WorkerFailed
+from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
 from maniple.launch.beginning import begin, begin_in, place_of
@@ -245,12 +245,12 @@ class _Run:
         if self._queue is None or self._is_paused:
             return
         deadline = time.monotonic() + _QUEUE_GRACE_S
-        try:
-            while not self._queue.end() and not self._is_hurried and time.monotonic() < deadline:
-                time.sleep(_TICK_S)
-                self._show()
-        except ManipleError as error:
-            self._tell(self._view.error, f"the workers' jobs could not be cancelled: {error}")
+        while not (is_over := self._queue.end()) and not self._is_hurried and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            self._show()
+        if not is_over:
+            again = f"`maniple stop {short(self._host.folder.path)}` cancels them"
+            self._tell(self._view.error, f"the workers' jobs may still be in the queue: {again}")
 
     def _close(self, exit_code: int) -> int:
         self._server.shut(_GRACE_S, is_over=not self._is_paused)

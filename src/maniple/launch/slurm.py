@@ -1,6 +1,5 @@
 """Slurm: the texts of its jobs, which are pure, and the few calls of its commands."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -9,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maniple.errors import InvalidArgument, QueueRefused
+from maniple.launch.amounts import duration_s, size_mb
 from maniple.place import THREAD_VARIABLES, inherited
 
 _CALL_S = 60.0  # for so long a command of Slurm is waited for; its controller may be busy
-_WALLTIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
-_MEMORY = re.compile(r"\d+[KMGT]?")
 # States of a task that is not over.
 _GOING_ON = {
     "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING",
@@ -46,13 +44,12 @@ class Resources:
             if (value := getattr(self, name)) < least:
                 option = name.removesuffix("_s").replace("_", "-")
                 raise InvalidArgument(f"--{option} {value} is below {least}. Write {max(least, 1)} or more.")
-        if self.walltime is not None and not _WALLTIME.fullmatch(self.walltime):
+        if self.walltime is not None and 0 < duration_s(self.walltime) <= self.leave_early_s:  # 0 is no limit
             raise InvalidArgument(
-                f"--walltime {self.walltime} is no time for Slurm. Write HOURS:MINUTES:SECONDS, e.g. 3:00:00, or "
-                "DAYS-HOURS."
+                f"--walltime {self.walltime} is not longer than --leave-early {self.leave_early_s} (seconds): each "
+                "worker would be told to leave when it begins. Write a longer one, or a smaller --leave-early."
             )
-        if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            raise InvalidArgument(f"--mem {self.mem} is no size for Slurm. Write megabytes, or 16G.")
+        size_mb(self.mem or "0")
         for text in (self.allocation or "", self.partition or "", *self.sbatch, *self.host_sbatch):
             if text.splitlines() not in ([], [text]):
                 raise InvalidArgument(
@@ -143,7 +140,8 @@ def _argument(word: str, world: int) -> str:
 
 def _quoted(value: str | Path) -> str:
     """A value as an option of sbatch has it: in quotes if need be."""
-    return f'"{value}"' if set(" #'") & set(str(value)) else str(value)
+    text = str(value).replace('"', r"\"")
+    return f'"{text}"' if set(" #'\"") & set(text) else text
 
 
 def _log(order: Order, name: str) -> str:
@@ -198,8 +196,8 @@ def requeue(job: str) -> None:
 def _find(command: str) -> str:
     if (path := shutil.which(command)) is None:
         raise InvalidArgument(
-            f"--slurm needs the command {command}, and there is none in PATH. Call maniple on a machine of the "
-            "cluster, or load the module that brings Slurm."
+            f"Slurm needs the command {command}, and there is none in PATH. Call maniple on a machine of the cluster, "
+            "or load the module that brings Slurm."
         )
     return path
 
@@ -210,11 +208,14 @@ def _call(command: str, *words: str) -> str:
             [_find(command), *words],
             env=inherited(),  # without what a place is: neither a token nor an address goes into the queue
             capture_output=True, text=True, timeout=_CALL_S, stdin=subprocess.DEVNULL, check=False,
+            process_group=0,  # Ctrl-C at the terminal is not for it: what it was asked to do would be half done
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise QueueRefused(
             f"{command} has not answered within {_CALL_S:g} s. Is Slurm's controller up? `sinfo` tells."
         ) from None
+    except OSError as error:  # no process can be started, say
+        raise QueueRefused(f"{command} cannot be called: {error}. Try again when this machine has room.") from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip()
         raise QueueRefused(f"{command} has refused ({done.returncode}): {said}. Check the options given for Slurm.")

@@ -1,5 +1,8 @@
 """The submission of a run to Slurm: what was asked, and the ids of its jobs, kept in the run folder."""
 
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +11,11 @@ import msgspec
 
 from maniple.errors import InvalidArgument
 from maniple.launch.job import Job
-from maniple.launch.slurm import Order, host_text, submit, workers_text
+from maniple.launch.slurm import Order, cancel, host_text, submit, workers_text
 from maniple.record.folder import SUBMITTED, write_json
 
 WORKERS, HOST = "workers", "host"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,27 @@ class Submission:
     def _submitted(self, kind: str, text: str) -> "Submission":
         path = self.order.run / f"{kind}.sbatch"
         path.write_text(text)
-        return replace(self, jobs=self.jobs | {kind: submit(path)}).write()
+        with _undisturbed():
+            submitted = replace(self, jobs=self.jobs | {kind: (job := submit(path))})
+            try:
+                return submitted.write()
+            except BaseException:  # a full disk, say: nobody would know of the job
+                cancel([job])
+                raise
+
+
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Signals wait, so that of a job that is in the queue the id is written down."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in noted[:1]:
+            signal.raise_signal(number)
 
 
 def _read(kind: type, value: Any) -> Any:

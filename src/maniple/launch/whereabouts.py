@@ -1,6 +1,7 @@
 """Where the host of a run is, and whether it lives, as far as its run folder and its address tell."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class Whereabouts:
 
     words: str
     is_alive: bool = False
+    has_ended: bool = False  # in order: what it had to save is saved
+    is_dead: bool = False  # for sure, for it was on this machine
 
 
 def find_host(run: Path) -> Whereabouts:
@@ -27,33 +30,37 @@ def find_host(run: Path) -> Whereabouts:
     if not about:
         raise InvalidArgument(f"{run} is no run folder: it has no run.json. Give runs/NAME or runs/last.")
     if about.get("exit_code") is not None:
-        return Whereabouts(f"has ended with exit code {about['exit_code']}")
-    posted, lineage = Posted.read(run / FILE), about.get("lineage")
-    if posted is not None:
-        return _posted(posted, is_paused=bool(about.get("ended")))
+        return Whereabouts(f"has ended with exit code {about['exit_code']}", has_ended=True)
+    posted, lineage, node = Posted.read(run / FILE), about.get("lineage"), about.get("node")
     if lineage is None:
         return Whereabouts("has not begun yet")
-    return _unposted(str(about.get("node")), str(lineage))
+    is_here = (posted.node if posted else node) == os.uname().nodename
+    # By its memory one that listens no more, and saves the center, is seen too.
+    is_alive = is_here and is_guarded(segment_path(shared_memory(), str(lineage)))
+    if posted is not None:
+        where = f"on {posted.node} (pid {posted.pid}), listening on {posted.address}"
+        is_alive = is_alive or _answers(posted)
+    else:
+        where = f"on {node}, listening to no other machine"
+        is_alive = is_alive or not (is_here or about.get("ended"))  # it may be: what it writes to its folder will tell
+    if is_alive:
+        return Whereabouts(f"is alive {where}", is_alive=True)
+    if about.get("ended"):
+        return Whereabouts("is away: the center is saved, and `--resume` goes on with it", has_ended=True)
+    words = f"does not answer: it was {where}. `--resume` goes on with what it has left"
+    return Whereabouts(words, is_dead=is_here)
 
 
-def _posted(posted: Posted, *, is_paused: bool) -> Whereabouts:
-    """A host that listens, or did."""
-    if _answers(posted):
-        return Whereabouts(
-            f"is alive on {posted.node} (pid {posted.pid}), listening on {posted.address}", is_alive=True
-        )
-    if is_paused:
-        return Whereabouts("is away: the center is saved, and `--resume` goes on with it")
-    return Whereabouts(f"does not answer: it was on {posted.node} (pid {posted.pid}), listening on {posted.address}")
-
-
-def _unposted(node: str, lineage: str) -> Whereabouts:
-    """A host for its own machine alone."""
-    if node != os.uname().nodename:
-        return Whereabouts(f"is on {node}, listening to no other machine")
-    if is_guarded(segment_path(shared_memory(), lineage)):
-        return Whereabouts("is on this machine, listening to no other", is_alive=True)
-    return Whereabouts("was killed: `--resume` goes on with what it had")
+def check_gone(run: Path) -> None:
+    """Raise InvalidArgument if the host of a run is alive on another machine. Of this one, its memory will tell."""
+    deadline = time.monotonic() + _ANSWER_S  # one that was killed just now may seem alive for a moment
+    while (posted := Posted.read(run / FILE)) is not None and not posted.is_here and _answers(posted):
+        if time.monotonic() > deadline:
+            raise InvalidArgument(
+                f"the run {run} is going on: its host answers on {posted.address}, and two would be two centers. End "
+                f"it first by `maniple stop`. If it is another program that answers there, remove {run / FILE}."
+            )
+        time.sleep(0.1)
 
 
 def _answers(posted: Posted) -> bool:

@@ -88,20 +88,23 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """The lines completed since the last call."""
+        """The lines completed since the last call; none if the file is not there, or cannot be read now."""
         return [line for piece in self.pieces() for line in piece]
 
     def pieces(self) -> Iterator[list[bytes]]:
         """The same, a megabyte at a time: files of a long run are larger than what a reader wants to hold."""
-        if self._file is None:
-            try:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return
-        while piece := os.read(self._file, 1 << 20):
+        while piece := self._piece():
             *complete, self._rest = (self._rest + piece).split(b"\n")
             if complete:
                 yield complete
+
+    def _piece(self) -> bytes:
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.read(self._file, 1 << 20)
+        except OSError:  # a file system that does not answer must not end who looks at it
+            return b""
 
     def close(self) -> list[bytes]:
         """The remaining lines, the last one also if nothing ended it."""

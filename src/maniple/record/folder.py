@@ -15,6 +15,7 @@ import itertools
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,19 @@ class Folder:
     @property
     def is_stopped(self) -> bool:
         """Somebody wants the run to end."""
-        return (self.path / _STOP).exists()
+        with suppress(OSError):  # a file system that does not answer must not end the run
+            return (self.path / _STOP).exists()
+        return False
 
     def stop(self) -> None:
         """Say that the run is to end: its host looks for that, wherever it is."""
-        (self.path / _STOP).touch()
+        try:
+            (self.path / _STOP).touch()
+        except OSError as error:
+            raise InvalidArgument(
+                f"{self.path} cannot be written ({error.strerror}), and there its host looks for the word to end. Make "
+                "room, or call this as its owner."
+            ) from None
 
     def unstop(self) -> None:
         """The run goes on after all."""
@@ -101,7 +110,12 @@ class Folder:
     def read(self) -> dict[str, Any]:
         """What run.json says; nothing if there is none."""
         path = self.path / "run.json"
-        return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+        except msgspec.MsgspecError as error:
+            raise InvalidArgument(
+                f"{path} is not what maniple has written: {error}. Is {self.path.name} a run folder? Give runs/NAME."
+            ) from None
 
 
 def fresh_name(root: Path, script: Path) -> str:
@@ -120,9 +134,13 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write `data` beside `path` and rename it, so that a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-    beside.replace(path)
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        beside.replace(path)
+    except OSError as error:  # a full disk tells no name
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _name(who: int | str) -> str:

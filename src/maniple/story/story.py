@@ -69,6 +69,7 @@ class Story:
         self.exit_code: int | None = None
         self.host_exit_code: int | None = None
         self._limit = limit
+        self._ended = 0.0  # when the host did
         self._version = 0  # of a snapshot with which the run began
         self._told: set[int] = set()  # the workers that the host knows
         self._tails: dict[str, Tail] = {}
@@ -82,6 +83,10 @@ class Story:
                 self._read(name, lines)
                 if deadline is not None and time.monotonic() > deadline:
                     return False
+        if self.host_exit_code is not None:  # else the host comes back, and its workers train on
+            for standing in self.standings.values():
+                if not standing.is_gone:
+                    standing.turn("ended", self._ended)
         return True
 
     def totals(self) -> Totals:
@@ -117,7 +122,7 @@ class Story:
         if kind == "start":
             self._begin(row, when)
         elif kind == "end":
-            self.host_exit_code = row.get("exit_code")
+            self.host_exit_code, self._ended = row.get("exit_code"), when
         elif kind == "stop":
             self.stop = (when, str(row.get("reason")))
         elif kind == "restored":

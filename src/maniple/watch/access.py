@@ -18,8 +18,6 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from maniple.wire.address import Address
-
 _HERE = {"localhost", "127.0.0.1", "::1"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -45,7 +43,7 @@ class Access:
     def of(cls, door: socket.socket, token: str | None = None) -> "Access":
         """For a page that is served on a listening socket; with a new token, if there is none yet."""
         host, port = door.getsockname()[:2]
-        return cls(port, Address(host, port).is_loopback, token or secrets.token_urlsafe(24))
+        return cls(port, ipaddress.ip_address(host).is_loopback, token or secrets.token_urlsafe(24))
 
     @property
     def cookie(self) -> str:

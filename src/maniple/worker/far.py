@@ -10,8 +10,9 @@ from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center.link import Door, Link
-from maniple.center.locks import held
-from maniple.center.tcp import Tcp
+from maniple.center.locks import Patience, held
+from maniple.center.remote import find_layout
+from maniple.center.tcp import Tcp, insist
 from maniple.changes import Changes
 from maniple.contracts import Center
 from maniple.errors import HostAway, InvalidArgument
@@ -24,6 +25,8 @@ from maniple.wire.messages import Join, Welcome
 from maniple.worker.control import Control
 from maniple.worker.questions import Questions
 from maniple.worker.seat import Count, told_place
+
+_ASK_AGAIN_S = 0.05  # for what is not there yet
 
 
 class Far:
@@ -77,6 +80,8 @@ class Far:
                 "lock=False works in shared memory only, and this worker reaches its host by network."
             )
         place = self.place
+        if rule.meets != "center" and place.rank:
+            self._await_first(name)
         center, is_creator = Tcp.open_or_create(
             self._link,
             name,
@@ -88,6 +93,17 @@ class Far:
             live=lambda: self._control.live,
         )
         return center, is_creator
+
+    def _await_first(self, name: str) -> None:
+        """Wait until worker 0 has made the center: where all begin together, they begin with its values."""
+        patience = Patience(self.place.circle_deadline_s)
+        while not self.is_over:
+            try:
+                insist(self._link, lambda: find_layout(self._link, name), self.place.host_deadline_s)
+                return
+            except InvalidArgument:
+                patience.wait(f"worker 0 to make {name}")
+                time.sleep(_ASK_AGAIN_S)
 
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""

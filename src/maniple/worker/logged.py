@@ -1,7 +1,17 @@
 """What a script logs, as numbers and words."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from maniple.worker.replica import Replica
+
+
+def logged(values: Mapping[str, Any], replicas: Sequence[Replica]) -> dict[str, Any]:
+    """What a script logs, with the step of its first replica; `center`: it is the shared parameters it tells of."""
+    row: dict[str, Any] = {"step": replicas[0].steps if replicas else 0}
+    row |= {name: plain(value) for name, value in values.items()}
+    return row | {"center": True} if any(replica.is_center for replica in replicas) else row
 
 
 def plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ from maniple.worker.asked import check_center, check_return, is_in_step, settle
 from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
-from maniple.worker.logged import plain
+from maniple.worker.logged import logged
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
@@ -224,9 +224,7 @@ class Worker(Calls):
 
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another kind."""
-        step = self._replicas[0].steps if self._replicas else 0
-        is_center = {"center": True} if any(replica.is_center for replica in self._replicas) else {}
-        self._events.write(event, **{"step": step} | {name: plain(value) for name, value in values.items()} | is_center)
+        self._events.write(event, **logged(values, self._replicas))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
