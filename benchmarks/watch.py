@@ -153,23 +153,24 @@ def first_news(run: Path) -> dict[str, object]:
         "from maniple.story import Story\nfrom maniple.record import Folder\nfrom pathlib import Path\n"
         "from maniple.watch.news import News\n"
         "idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "begin = time.perf_counter()\n"
+        "begin, cpu = time.perf_counter(), time.process_time()\n"
         "story = Story(Folder(Path(sys.argv[1])))\nstory.refresh()\nread = time.perf_counter()\n"
         "news = News().tell(story, {})\nend = time.perf_counter()\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "print(read - begin, end - read, len(news), idle, peak)"
+        "print(read - begin, end - read, time.process_time() - cpu, len(news), idle, peak)"
     )
     found = []
     for _ in range(5):
         done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
         found.append([float(word) for word in done.stdout.split()])
-    read, told, size, idle, peak = (statistics.median(column) for column in zip(*found, strict=True))
+    read, told, cpu, size, idle, peak = (statistics.median(column) for column in zip(*found, strict=True))
     rows = sum(path.stat().st_size for path in (run / "events").iterdir())
     return {
         "record MB": rows / 1e6,
         "read s": read,
         "told s": told,
         "ready s": read + told,
+        "of a processor s": cpu,
         "news MB": size / 1e6,
         "memory MB": peak / 1e3,
         "of it for the story": (peak - idle) / 1e3,

@@ -128,7 +128,7 @@ def shoot(page: Any, name: str) -> None:
         """async () => {
             for (let y = 0; y < document.body.scrollHeight; y += 500) {
                 scrollTo(0, y);
-                await new Promise((wait) => setTimeout(wait, 250));
+                await new Promise((wait) => setTimeout(wait, 150));
             }
             scrollTo(0, 0);
         }"""

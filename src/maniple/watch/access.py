@@ -36,14 +36,17 @@ class Access:
     """The token of one page, and the names by which it may be asked for."""
 
     port: int
-    is_loopback: bool
+    names: frozenset[str]  # other than those of every machine for itself
     token: str = field(repr=False)
+    is_open: bool = False  # to other machines, too
 
     @classmethod
     def of(cls, door: socket.socket, token: str | None = None) -> "Access":
         """For a page that is served on a listening socket; with a new token, if there is none yet."""
         host, port = door.getsockname()[:2]
-        return cls(port, ipaddress.ip_address(host).is_loopback, token or secrets.token_urlsafe(24))
+        is_open = not ipaddress.ip_address(host).is_loopback
+        names = {os.uname().nodename.lower(), socket.getfqdn().lower()} if is_open else set[str]()
+        return cls(port, frozenset(names), token or secrets.token_urlsafe(24), is_open)
 
     @property
     def cookie(self) -> str:
@@ -77,15 +80,13 @@ class Access:
         """It is a name of this machine. Of addresses in digits nobody else can be the owner."""
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         name = name.strip("[]").lower()
-        if name in _HERE:
+        if name in _HERE or name in self.names:
             return True
-        if self.is_loopback:
-            return False
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in {os.uname().nodename.lower(), socket.getfqdn().lower()}
-        return True
+            return False
+        return self.is_open
 
 
 class Guard:

@@ -69,4 +69,6 @@ class Scene:
         with suppress(OSError, ValueError):  # there is none yet
             written = (self.subject.folder.path / "run.json").stat().st_mtime_ns
             if written != self._written:
-                self.described, self._written = self.subject.folder.read(), written
+                before, self.described, self._written = self.described, self.subject.folder.read(), written
+                if before and before.get("lineage") != self.described.get("lineage"):
+                    self._story = Story(self.subject.folder)  # at that address another run has begun

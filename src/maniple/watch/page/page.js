@@ -8,6 +8,7 @@ import { Events, showSettings, Totals, Workers } from "./panels.js";
 import { Store } from "./store.js";
 import { duration } from "./words.js";
 
+const STOPPED = 130; // the exit code of a run that somebody has ended
 const RETRY_MS = 2000;
 const OVER_MS = 60000; // the server of a run ends with it
 const SILENCE_MS = 15000; // news come every second
@@ -51,6 +52,7 @@ function isOver() { return (store.small.described?.exit_code ?? store.small.run?
 function state() {
   const { small } = store, code = small.described?.exit_code ?? small.run?.exit_code ?? null;
   if (isConnected && !small.is_whole) return ["wait", "reading the record"];
+  if (code === STOPPED) return ["", "stopped"];
   if (code !== null) return code === 0 ? ["", "ended well"] : ["bad", `ended with exit code ${code}`];
   if (!isConnected) return ["bad", "the page has lost its server, and tries again"];
   if (small.described.asked?.center === "mpi") return small.totals.live ? ["good", "training"] : ["", "nobody trains"]; // it has no host
