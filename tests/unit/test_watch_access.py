@@ -85,5 +85,5 @@ def test_what_a_page_needs_is_told_before_a_run_begins(monkeypatch):
 def test_an_address_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as door:
         taken = Address("127.0.0.1", door.getsockname()[1])
-        with pytest.raises(InvalidArgument, match="in use.*port 0"):
+        with pytest.raises(InvalidArgument, match=r"in use.*port 0"):
             listen(taken)
