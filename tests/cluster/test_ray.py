@@ -91,10 +91,10 @@ class Submitted:
 
 @pytest.mark.usefixtures("ray")
 def test_workers_are_placed_by_ray_and_a_lost_one_again(cluster: Cluster, tmp_path: Path):
-    found = doctor(cluster, 1, f"{cluster.address(1)}:6379", "-n", "3", "--gpus-per-worker", "0", folder=tmp_path)
+    found = doctor(cluster, 1, f"{cluster.address(1)}:6379", "-n", "4", "--gpus-per-worker", "0", folder=tmp_path)
     assert grave(found) == set(), found
-    assert_found(found, "ray", "ok", "Ray answers: 1 node, 2 CPUs, 0 GPUs")
-    assert_found(found, "resources", "warning", "2 fit at a time", "-n 3", "--cpus-per-worker")
+    assert_found(found, "ray", "ok", "Ray answers: 1 node, 3 CPUs, 0 GPUs")
+    assert_found(found, "resources", "warning", "3 fit at a time", "-n 4", "--cpus-per-worker")
     run = Submitted(cluster, tmp_path, "one", "--restarts", "1", samples=800)
     run.await_training()
     cluster.on(1, "pkill", "-9", "-n", "-f", "ray::Carrier")  # with its actor, a worker is gone

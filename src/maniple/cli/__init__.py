@@ -40,8 +40,8 @@ def cli() -> None:
       maniple serve --listen 0.0.0.0:29400            a host alone, for workers of other machines
       maniple join HOST:29400 train.py --lr 0.1       one more worker, from anywhere, at any time
       maniple submit --slurm -n 8 train.py            workers as a job array of Slurm
-      maniple change runs/last alpha=0.3              other settings for a run that goes on
       maniple watch runs/last                         who works, who waits, whether it pays
+      maniple change runs/last alpha=0.3              other settings for a run that goes on
       maniple record runs/last                        where the time of a --model went
       maniple doctor                                  what would keep a run from working, and what to do
     """

@@ -64,8 +64,8 @@ class Worker(Calls):
         self._seat = take_seat(place, self._count)
         self._events = Events(None) if self._seat is None else self._seat.events
         place = place if self._seat is None else self._seat.place
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world, self.node = place.local_rank, place.local_world, place.node
+        self.rank, self.world, self.node = place.rank, place.world, place.node
+        self.local_rank, self.local_world = place.local_rank, place.local_world
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
@@ -288,9 +288,8 @@ class Worker(Calls):
 
     def _count(self) -> tuple[int, int, bool]:
         """The steps and samples of this worker so far, and whether its samples have come to their end."""
-        replica = self._replicas[0] if self._replicas else None
-        steps, samples = (0, self.samples_taken()) if replica is None else (replica.steps, replica.total_samples)
-        return steps, samples, self._samples.are_finished
+        counts = [(one.steps, one.total_samples) for one in self._replicas[:1]] or [(0, self.samples_taken())]
+        return *counts[0], self._samples.are_finished
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True
