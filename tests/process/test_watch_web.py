@@ -150,7 +150,7 @@ def curve(page: Any, name: str) -> tuple[list[float], list[float]]:
 def test_the_page_shows_both_workers_and_a_loss_that_falls_and_goes_on(run, page):
     await_true(page, "document.querySelectorAll('tr[data-state=training]').length === 2")
     await_true(page, "document.getElementById('values').data?.length === 2")
-    assert page.locator("#state").text_content() == "training"
+    await_(lambda: page.locator("#state").text_content() == "training")
     first = {
         name: await_(lambda name=name: xs if len((xs := curve(page, name))[0]) > 20 else None) for name in ("W0", "W1")
     }
@@ -162,7 +162,7 @@ def test_the_page_shows_both_workers_and_a_loss_that_falls_and_goes_on(run, page
 
 
 def test_each_worker_has_a_lane_in_which_it_computes(page):
-    assert page.locator("#lane-names li").all_text_contents() == ["W0", "W1"]
+    await_(lambda: page.locator("#lane-names li").all_text_contents() == ["W0", "W1"])
     compute = "getComputedStyle(document.querySelector('.legend .compute'), '::before').backgroundColor"
     pixel = """(row) => {
         const canvas = document.getElementById("lanes"), scale = devicePixelRatio;
@@ -323,6 +323,17 @@ def test_a_page_for_reading_only_takes_no_orders(only_shown, browser):
     answer = httpx.post(f"{base}/orders", headers=headers, json={"order": "stop"}).json()
     assert not answer["done"] and "--read-only" in answer["text"]
     page.close()
+
+
+def test_the_terminal_shows_a_run_through_its_host(run, tmp_path):
+    host = json.loads((run.folder / "host.json").read_text())["address"]
+    command = [str(MANIPLE), "watch", "--once", "--json", host, "--token-file"]
+    done = subprocess.run([*command, str(run.folder / "token")], capture_output=True, text=True, timeout=PATIENCE_S)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert [one["state"] for one in told["workers"]] == ["training", "training"]
+    (tmp_path / "token").write_text("another")
+    done = subprocess.run([*command, str(tmp_path / "token")], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode != 0 and "token" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_page_that_is_killed_comes_back_and_the_run_goes_on(run, page):

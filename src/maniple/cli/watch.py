@@ -6,11 +6,8 @@ from pathlib import Path
 
 import click
 
-from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.view import View, open_view
-from maniple.launch.whereabouts import find_host
-from maniple.record import Folder
 from maniple.watch.subject import Subject
 from maniple.watch.web import show
 
@@ -50,36 +47,34 @@ def watch(
 ) -> None:
     """Watch a run until it ends: who works, who waits, how the loss falls, whether it pays.
 
-    RUN is its folder, seen from any machine; with --web also the HOST:PORT at which its host listens. It may be
-    watched while it goes on or afterwards, by many at once.
+    RUN is its folder, seen from any machine, or the HOST:PORT at which its host listens. It may be watched while it
+    goes on or afterwards, by many at once. What workers print stays on the host's machine.
 
     \b
       maniple watch runs/last
       maniple watch runs/last --json | jq .totals.samples_per_s
       maniple watch runs/last --web                                     a page, with charts and controls
-      maniple watch node-07:29400 --web --token-file token              of a run on another machine
+      maniple watch node-07:29400 --token-file token                    of a run on another machine
 
     Columns: speed in samples (or steps) per second; loss as last logged; sync, the share of time spent in exchanges;
     staleness, how many exchanges of others the parameters had missed. The last line: speed-up over one worker that
     waits for nobody; goodput, the part of all workers' time that was spent for training itself; the center's version,
     how many exchanges or rounds have changed it.
     """
-    if web:
-        with Subject(str(run), token_file, certificate) as subject:
+    with Subject(str(run), token_file, certificate) as subject:
+        if web:
             show(subject, listen, may_steer=not read_only, opens=browser)
-        return
-    run = run.resolve()
-    if not (run / "run.json").exists():
-        raise InvalidArgument(f"{run} is no run folder: it has no run.json. Give runs/NAME or runs/last.")
-    with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
-        _follow(run, view, once=once, logs=logs)
+            return
+        with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
+            _follow(subject, view, once=once, logs=logs)
 
 
-def _follow(run: Path, view: View, *, once: bool, logs: bool) -> None:
-    board, told, next_look = Board(Folder(run), 0), "", 0.0
+def _follow(subject: Subject, view: View, *, once: bool, logs: bool) -> None:
+    board, told, next_look = Board(subject.folder, 0), "", 0.0
     if not once:
-        view.say(f"run {run}")
+        view.say(f"run {subject.name}")
     while True:
+        subject.bring()
         printed = board.refresh()
         is_last = once or board.has_ended
         view.show(board, printed if logs else [], is_last=is_last)
@@ -87,7 +82,7 @@ def _follow(run: Path, view: View, *, once: bool, logs: bool) -> None:
             return
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _LOOK_S
-            where = find_host(run)
+            where = subject.where()
             if not where.is_alive and where.words != told:
                 view.say(f"the host {where.words}")
             told = "" if where.is_alive else where.words

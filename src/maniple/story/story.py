@@ -54,7 +54,7 @@ class Story:
         self.folder = folder
         self._first = "queued" if folder.is_submitted else "starting"  # the state of a worker that has not begun
         self.standings: dict[int, Standing] = {rank: Standing(self._first) for rank in range(workers)}
-        limit = limit or max(150, min(500, 8000 // max(1, len(folder.ranks()))))
+        limit = limit or max(150, min(500, 8000 // max(1, workers, len(folder.ranks()))))
         self.logged, self.measured = Curves(limit), Curves(limit)
         self.lanes: dict[int, Lane] = {}
         self.seen: dict[int, Series] = {}

@@ -31,7 +31,7 @@ class Scene:
         self.host = Whereabouts("has not been looked for yet", is_alive=True)
         self.described: dict[str, Any] = {}
         self._written = 0  # when run.json was
-        self._story = Story(subject.folder)
+        self._story = self._begin()
         self._lock = threading.Lock()
         self._next = self._host_due = 0.0
 
@@ -60,6 +60,11 @@ class Scene:
         except (ManipleError, OSError, ValueError) as error:  # the folder is being written, or is gone
             self.host = Whereabouts(str(error))
 
+    def _begin(self) -> Story:
+        """The story of all workers that were asked for: of many, each has fewer points."""
+        asked = self.subject.folder.read().get("asked", {})
+        return Story(self.subject.folder, workers=int(asked.get("workers") or 0))
+
     def _refresh(self) -> None:
         try:
             self.subject.bring()
@@ -71,4 +76,4 @@ class Scene:
             if written != self._written:
                 before, self.described, self._written = self.described, self.subject.folder.read(), written
                 if before and before.get("lineage") != self.described.get("lineage"):
-                    self._story = Story(self.subject.folder)  # at that address another run has begun
+                    self._story = self._begin()  # at that address another run has begun

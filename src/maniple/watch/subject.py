@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from maniple.errors import HostAway, ManipleError
+from maniple.errors import HostAway, InvalidArgument, ManipleError
 from maniple.host.reach import reach_to_watch
 from maniple.launch.whereabouts import Whereabouts, find_host
 from maniple.record import Folder
@@ -29,9 +29,12 @@ class Subject:
         self._close = ExitStack()
         run = Path(host)
         if run.is_dir():
-            find_host(run)  # tells if it is no run folder
+            if not (run / "run.json").exists():
+                raise InvalidArgument(f"{run} is no run folder: it has no run.json. Give runs/NAME or runs/last.")
             self.folder, self.name = Folder(run.resolve()), run.resolve().name
             return
+        if ":" not in host:
+            raise InvalidArgument(f"{host} is no run folder, and no HOST:PORT. Give runs/NAME, runs/last or HOST:PORT.")
         place = reach_to_watch(host, token_file, certificate)
         path = Path(self._close.enter_context(tempfile.TemporaryDirectory(prefix="maniple-watch-")))
         self._mirror, self.folder = Mirror(place, path), Folder(path)
