@@ -47,6 +47,7 @@ bench: $(STAMP)  ## measure footprint, exchanges, all-reduce, speed-ups: tables,
 	$(BIN)/python benchmarks/bsp.py
 	$(BIN)/python benchmarks/pool.py
 	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python benchmarks/watch.py
 
 pictures: $(STAMP)  ## make the pictures of README and docs again, from real runs
 	$(BIN)/python docs/pictures/make.py

@@ -21,6 +21,7 @@ TIMED = (
     "tests/process/test_crowd.py",  # 200 workers that join in 10 s, answers in 0.1 s
     "tests/process/test_deaths.py",  # 8 workers, one killed each second
     "tests/process/test_fuzz.py",  # three attackers at once
+    "tests/process/test_watch_web.py",  # how soon a death is seen
     "tests/process/test_bsp.py::test_killed_worker_is_left_behind_and_comes_back",
     "tests/process/test_failures.py::test_ctrl_c_ends_all_and_saves_the_center",
     "tests/process/test_failures.py::test_ctrl_c_ends_also_workers_that_do_not_listen",

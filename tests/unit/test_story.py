@@ -135,6 +135,15 @@ def test_without_a_host_workers_tell_of_themselves(written):
     assert [one.state for one in written.story().standings.values()] == ["done", "failed"]
 
 
+def test_a_worker_shares_by_the_rule_that_it_told_of_last(written):
+    written.row(0, "join", 0)
+    written.row(0, "share", 1, rule="EASGD(alpha='auto')", pace="Every(10)")
+    written.row(0, "changed", 2, rule="EASGD(alpha=0.3)", pace="Every(20)", settings={"alpha": 0.3, "every": 20})
+    one = (story := written.story()).standings[0]
+    assert (one.rule, one.pace) == ("EASGD(alpha=0.3)", "Every(20)")
+    assert [row["event"] for row in story.happened] == ["changed"]
+
+
 def test_a_host_that_begins_again_has_new_workers(written):
     written.row("host", "start", 0, workers=1)
     written.row("server", "joined", 1, worker=0, live=1)

@@ -18,7 +18,7 @@ from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.plot import plot
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, restarts, settings
+from maniple.cli.settings import model_settings, restarts, settings, web_settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
@@ -96,6 +96,7 @@ def cli() -> None:
     help="Two runs make the same to the bit: fixed shares of the samples, seeds, torch's deterministic algorithms.",
 )
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each worker cores of its own.")
+@web_settings
 @model_settings
 @settings
 @click.argument("script", type=click.Path(path_type=Path), required=False)
@@ -117,6 +118,7 @@ def run(**options: Any) -> None:
       maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
       maniple run -n 4 --feed produce.py --producers 2 train.py
       maniple run -n 2 --model models/net.py:Net --rule easgd
+      maniple run -n 4 --web train.py                       with a page for a browser
       maniple run session.yaml                              script, arguments and options from a file
 
     Each option is also a key of session files, of ./.maniple.yaml and ~/.config/maniple.yaml (maximum_rate: 0.1),
@@ -138,6 +140,7 @@ def run(**options: Any) -> None:
 @click.option(
     "--from", "arrays", type=click.Path(path_type=Path), metavar="FILE", help="Begin with the arrays of a file."
 )
+@web_settings
 @settings
 @click.argument("session", required=False)
 def serve(**options: Any) -> None:

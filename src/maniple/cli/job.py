@@ -29,6 +29,8 @@ def job_from(
     workers: int | None = None,
     devices: str = "",
     hosts: str = "",
+    web: bool = False,
+    web_listen: str | None = None,
     **rest: Any,
 ) -> Job:
     """The job that the options of a command ask for."""
@@ -52,9 +54,10 @@ def job_from(
     if listen is None and (tls or certificate or key):
         raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
     where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)
+    page = Address.parse(web_listen or "127.0.0.1:0", default_port=0) if web or web_listen else None
     count = 0 if "script" not in rest else len(given) or 1 if workers is None else workers
     count *= max(1, len(nodes))
-    return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, **rest)
+    return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, web=page, **rest)
 
 
 def _program(script: Path | None, model: str | None, args: tuple[str, ...]) -> Path:

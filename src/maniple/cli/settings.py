@@ -126,6 +126,24 @@ def settings(command: Command) -> Command:
     return command
 
 
+def web_settings(command: Command) -> Command:
+    """Give a command the options of a page that is served beside the run."""
+    for option in reversed(
+        [
+            click.option(
+                "--web", is_flag=True, help="Serve a page of the run for a browser, while it goes on (extra `watch`)."
+            ),
+            click.option(
+                "--web-listen",
+                metavar="ADDRESS",
+                help="Where to serve it. Default: a free port of 127.0.0.1; 0.0.0.0 lets other machines in.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 def restarts(what: str) -> Callable[[Command], Command]:
     """The option --restarts; `what` it does differs with who starts the workers."""
     return click.option("--restarts", type=int, default=0, show_default=True, metavar="K", help=what)

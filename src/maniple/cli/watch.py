@@ -6,11 +6,10 @@ from pathlib import Path
 
 import click
 
-from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.view import View, open_view
-from maniple.launch.whereabouts import find_host
-from maniple.record import Folder
+from maniple.watch.subject import Subject
+from maniple.watch.web import show
 
 _TICK_S = 0.5
 _LOOK_S = 5.0  # how often it is tried whether the host lives
@@ -20,33 +19,62 @@ _LOOK_S = 5.0  # how often it is tried whether the host lives
 @click.option("--once", is_flag=True, help="Show where it stands now, and end.")
 @click.option("--logs", is_flag=True, help="Show what the workers print, too.")
 @click.option("--json", "is_json", is_flag=True, help="Print where it stands as lines of JSON.")
+@click.option("--web", is_flag=True, help="Serve it as a page for a browser, until Ctrl-C (extra `watch`).")
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="With --web: where to serve it; port 0 is a free one. 0.0.0.0 lets other machines in.",
+)
+@click.option("--read-only", is_flag=True, help="With --web: the page takes no orders.")
+@click.option("--browser", is_flag=True, help="With --web: open it in a browser here.")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
+@click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="As for `maniple join`.")
 @click.argument("run", type=click.Path(path_type=Path))
-def watch(*, run: Path, once: bool, logs: bool, is_json: bool) -> None:
+def watch(
+    *,
+    run: Path,
+    once: bool,
+    logs: bool,
+    is_json: bool,
+    web: bool,
+    listen: str,
+    read_only: bool,
+    browser: bool,
+    token_file: Path | None,
+    certificate: Path | None,
+) -> None:
     """Watch a run until it ends: who works, who waits, how the loss falls, whether it pays.
 
-    RUN is its folder, seen from any machine. It may be watched while it goes on or afterwards, by many at once.
+    RUN is its folder, seen from any machine, or the HOST:PORT at which its host listens. It may be watched while it
+    goes on or afterwards, by many at once. What workers print stays on the host's machine.
 
     \b
       maniple watch runs/last
       maniple watch runs/last --json | jq .totals.samples_per_s
+      maniple watch runs/last --web                                     a page, with charts and controls
+      maniple watch node-07:29400 --token-file token                    of a run on another machine
 
     Columns: speed in samples (or steps) per second; loss as last logged; sync, the share of time spent in exchanges;
     staleness, how many exchanges of others the parameters had missed. The last line: speed-up over one worker that
     waits for nobody; goodput, the part of all workers' time that was spent for training itself; the center's version,
     how many exchanges or rounds have changed it.
     """
-    run = run.resolve()
-    if not (run / "run.json").exists():
-        raise InvalidArgument(f"{run} is no run folder: it has no run.json. Give runs/NAME or runs/last.")
-    with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
-        _follow(run, view, once=once, logs=logs)
+    with Subject(str(run), token_file, certificate) as subject:
+        if web:
+            show(subject, listen, may_steer=not read_only, opens=browser)
+            return
+        with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
+            _follow(subject, view, once=once, logs=logs)
 
 
-def _follow(run: Path, view: View, *, once: bool, logs: bool) -> None:
-    board, told, next_look = Board(Folder(run), 0), "", 0.0
+def _follow(subject: Subject, view: View, *, once: bool, logs: bool) -> None:
+    board, told, next_look = Board(subject.folder, 0), "", 0.0
     if not once:
-        view.say(f"run {run}")
+        view.say(f"run {subject.name}")
     while True:
+        subject.bring()
         printed = board.refresh()
         is_last = once or board.has_ended
         view.show(board, printed if logs else [], is_last=is_last)
@@ -54,7 +82,7 @@ def _follow(run: Path, view: View, *, once: bool, logs: bool) -> None:
             return
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _LOOK_S
-            where = find_host(run)
+            where = subject.where()
             if not where.is_alive and where.words != told:
                 view.say(f"the host {where.words}")
             told = "" if where.is_alive else where.words

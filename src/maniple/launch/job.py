@@ -16,6 +16,7 @@ from maniple.launch.guests import Guests
 from maniple.launch.room import Room
 from maniple.place import CIRCLE_DEADLINE_S, DEFAULT_SEED, HOST_DEADLINE_S, THREAD_VARIABLES, Limits
 from maniple.spec import arguments, split
+from maniple.wire.address import Address
 from maniple.wire.codecs import codec
 
 _SNAPSHOT = re.compile(r"\d+|best|epoch-\d+")
@@ -32,6 +33,7 @@ class Job:
     pace: str | None = None
     devices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # other machines, on which the workers are started; none: on this one
+    web: Address | None = None  # where a page of the run is served
     ray: Room | None = None  # a cluster that has room for the workers, and places them
     restarts: int = 0  # how often each worker may be started again
     name: str | None = None

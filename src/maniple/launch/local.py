@@ -15,6 +15,7 @@ from maniple.launch.board import Board, count
 from maniple.launch.death import last_lines, last_words, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
+from maniple.launch.page import Page
 from maniple.launch.process import Process
 from maniple.launch.producers import Producer, Producers
 from maniple.launch.queue import Queue
@@ -79,11 +80,12 @@ class _Run:
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = False
+        self._page = Page(job.web, host.folder)
 
     def run(self, noted: list[int]) -> int:
         """Until its end; `noted` are the signals that came before it could begin."""
         exit_code = _OTHER
-        with self._view:
+        with self._view, self._page:  # which tells its viewers of the end, too
             try:
                 self._from_now_on(self._interrupt)  # here, where it is caught
                 if noted:
@@ -119,7 +121,7 @@ class _Run:
 
     def _greet(self) -> None:
         self._say(f"{self._job.crew}, run folder {short(self._host.folder.path)}")
-        for news in self._host.news:
+        for news in [*self._page.news, *self._host.news]:
             self._say(news)
         for path in self._host.salvaged:
             self._say(f"a run whose host was killed had left {path.name} in memory: saved and removed")

@@ -1,6 +1,7 @@
 """Rows by the thousand: those of one kind are decoded together, and become columns."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ class ProgressRow(msgspec.Struct):
     bytes: int = 0
     cpu: float = 0.0
     memory: int = 0
+    gpu_memory: int = -1  # it uses none
     staleness: float = -1.0  # nothing was exchanged
     ages: list[int] = []
     together: dict[str, int] = {}
@@ -59,7 +61,7 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
 
 def column(rows: list[ProgressRow], name: str) -> np.ndarray:
     """One number of each row."""
-    return np.array([getattr(row, name) for row in rows], np.float64)
+    return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
 
 
 def _decoded(decoder: "msgspec.json.Decoder[list[T]]", lines: list[bytes]) -> list[T]:

@@ -68,6 +68,8 @@ class Standing:
     cores: float = 0.0
     memory_bytes: int = 0
     node: str = ""
+    rule: str = ""  # by which it shares, and when: as its newest row tells
+    pace: str = ""
     lives: int = 0
     states: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # since when
     _last: ProgressRow | None = None
@@ -104,6 +106,10 @@ class Standing:
         if self.state in {"starting", "queued"}:
             self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))
 
+    def share(self, row: Row) -> None:
+        """It shares a model by this rule and pace, from the beginning or since somebody has changed them."""
+        self.rule, self.pace = str(row["rule"]), str(row["pace"])
+
     def progress(self, rows: list[ProgressRow]) -> Travel:
         """It tells how far it is, some times; gives what it did in between."""
         newest, before = rows[-1], self._last or ProgressRow(0.0, 0, 0, 0.0, cpu=rows[0].cpu)
@@ -131,5 +137,5 @@ class Standing:
             split,
             column(rows, "samples") + self.before.samples,
             {"sync_share": column(rows, "sync_share"), "staleness": column(rows, "staleness"), **rates}
-            | {"memory_bytes": column(rows, "memory")},
+            | {"memory_bytes": column(rows, "memory"), "gpu_memory_bytes": column(rows, "gpu_memory")},
         )

@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from maniple.record import Folder, Row, Tail
 from maniple.record.events import parse_events
 from maniple.story.curves import CENTER, Curves
 from maniple.story.lanes import Lane
-from maniple.story.rows import ProgressRow, sort_rows
+from maniple.story.rows import ProgressRow, column, sort_rows
 from maniple.story.series import Series
 from maniple.story.standing import Standing, Travel
 from maniple.story.totals import Totals, add_up
@@ -58,7 +59,7 @@ class Story:
         self.folder = folder
         self._first = "queued" if folder.is_submitted else "starting"  # the state of a worker that has not begun
         self.standings: dict[int, Standing] = {rank: Standing(self._first) for rank in range(workers)}
-        known = max(1, len(folder.ranks()))
+        known = max(1, workers, len(folder.ranks()))
         limit = limit or max(150, min(500, 8000 // known))
         self.logged = Curves(limit, {fine: max(limit, _FINE // known)} if fine else None)
         self.measured = Curves(limit)
@@ -176,12 +177,13 @@ class Story:
             standing.join(row)
         elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
             standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind in {"share", "changed"}:
+            standing.share(row)
+            self.shared = self.shared or row
         elif kind == "validated":
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
             self.epoch_size = self.epoch_size or int(row["size"])
-        elif kind == "share":
-            self.shared = self.shared or row
         elif kind == "failed":
             self.exit_code = self.exit_code or row["exit_code"]
         if kind not in _ORDINARY:
@@ -204,11 +206,14 @@ class Story:
             known = values >= 0
             if known.any():
                 self.measured.add(name, rank, travel.when[known], values[known])
+        made = np.fromiter((sum(row.ages) for row in rows), float)
+        self._stale += float((column(rows, "staleness") * made).sum())
+        self._exchanges += int(made.sum())
+        ages = [row.ages for row in rows if row.ages]
+        places = np.fromiter(chain.from_iterable(map(range, map(len, ages))), int)
+        counts = np.fromiter(chain.from_iterable(ages), float)
+        self.ages.update({k: int(count) for k, count in enumerate(np.bincount(places, counts))})
         for row in rows:
-            made = sum(row.ages)
-            self._stale, self._exchanges = self._stale + row.staleness * made, self._exchanges + made
-            for k, count in enumerate(row.ages):
-                self.ages[k] += count
             for workers, count in row.together.items():
                 self.together[int(workers)] += count
 

@@ -1,0 +1,75 @@
+// Numbers and events in words.
+
+const whole = new Intl.NumberFormat("en");
+const NONE = "–";
+
+export function count(value) { return whole.format(Math.round(value ?? 0)); }
+
+export function short(value) {
+  if (value >= 1e9) return `${(value / 1e9).toPrecision(3)}G`;
+  if (value >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
+  if (value >= 1e5) return `${(value / 1e3).toPrecision(3)}k`;
+  return value >= 100 || value === 0 ? count(value) : value.toPrecision(3);
+}
+
+export function number(value) {
+  if (value === null || value === undefined) return NONE;
+  return Number.isInteger(value) && Math.abs(value) < 1e6 ? String(value) : value.toPrecision(4);
+}
+
+export function percent(share) { return `${(100 * (share ?? 0)).toFixed(1)} %`; }
+
+export function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
+  return `${unit && value < 100 ? value.toPrecision(3) : Math.round(value)} ${units[unit]}`;
+}
+
+export function duration(seconds) {
+  const s = Math.max(0, Math.floor(seconds)), two = (n) => String(n).padStart(2, "0");
+  const clock = `${Math.floor(s / 60) % 60}:${two(s % 60)}`;
+  return s < 3600 ? clock : `${Math.floor(s / 3600)}:${two(Math.floor(s / 60) % 60)}:${two(s % 60)}`;
+}
+
+// The unit for times up to `until`: its name, and its seconds.
+export function timeUnit(until) { return until < 300 ? ["s", 1] : until < 7200 ? ["min", 60] : ["h", 3600]; }
+
+function settings(row) { return Object.entries(row.settings ?? {}).map(([name, value]) => `${name} = ${value}`).join(", "); }
+
+const EVENTS = {
+  start: (row) => `began, for ${row.workers ?? 0} workers`,
+  started: (row) => `started, pid ${row.pid}`,
+  joined: (row) => `joined from ${row.node}; ${row.live} live`,
+  restarted: (row) => `joined again; ${row.live} live`,
+  returned: (row) => `came back; ${row.live} live`,
+  left: (row) => `left; ${row.live} live`,
+  lost: (row) => `was lost: ${row.reason ?? "it is silent"}`,
+  exit: (row) => (row.died ? `died, ${exit(row.exit_code)}` : `ended, ${exit(row.exit_code)}`),
+  failed: (row) => `failed: ${row.error ?? ""}`,
+  snapshot: (row) => `saved ${row.name}${row.asked_by ? `, asked by ${row.asked_by}` : ""}`,
+  changed: (row) => (row.refused ? `refused ${settings(row)}: ${row.refused}` : `changed ${settings(row)}${row.asked_by ? `, by ${row.asked_by}` : ""}`),
+  ordered: (row) => `told to ${row.order} by ${row.asked_by}`,
+  sampled: (row) => `counts ${row.unfinished} samples of leases not finished`,
+  stop: (row) => `lets everybody stop: ${row.reason}`,
+  best: (row) => `keeps the best center so far, loss ${number(row.loss)}`,
+  serving: () => "serves",
+  server: (row) => `has started its server, pid ${row.pid}`,
+  "server died": (row) => `has lost its server, ${exit(row.exit_code)}, and is started again`,
+  end: (row) => `has ended the run, ${exit(row.exit_code)}`,
+};
+const TOLD = new Set([0, 143, -15, 130, -2]); // of those who ended well, or when they were told to
+const HIDDEN = new Set(["event", "timestamp", "datestamp", "worker", "traceback"]);
+
+function exit(code) { return code < 0 ? `killed by signal ${-code}` : `exit code ${code}`; }
+
+// What an event says, of whom, and whether it is bad; nothing for those that only repeat another.
+export function told(row) {
+  if (row.event === "changed" && row.worker !== undefined && !row.refused) return null; // the host has said it for all
+  const rest = () => Object.entries(row).filter(([name]) => !HIDDEN.has(name))
+    .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+  const text = EVENTS[row.event]?.(row) ?? `${row.event} ${rest()}`.trim();
+  const isBad = row.died || ["lost", "failed", "server died", "unsaved", "handler failed"].includes(row.event)
+    || (["exit", "end"].includes(row.event) && !TOLD.has(row.exit_code)) || Boolean(row.refused);
+  return { who: row.worker === undefined ? "host" : `worker ${row.worker}`, text, isBad };
+}
