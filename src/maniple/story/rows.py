@@ -12,7 +12,7 @@ from maniple.record import Row
 T = TypeVar("T")
 
 
-class ProgressRow(msgspec.Struct):
+class ProgressRow(msgspec.Struct, gc=False):
     """A row `progress` of a worker, as `worker.progress` writes it."""
 
     timestamp: float
@@ -34,10 +34,9 @@ class ProgressRow(msgspec.Struct):
     together: dict[str, int] = {}
 
 
-_PROGRESS, _LOG = b'{"event":"progress"', b'{"event":"log"'
+_HEAD = len(b'{"event":"')
 # Single acts, and what `maniple record` reads: they are added up in rows `progress`.
-_KINDS = ("exchange", "look", "pull", "push", "keep", "wait", "times")
-PASSED = tuple(f'{{"event":"{kind}"'.encode() for kind in _KINDS)
+PASSED = {b"exchange", b"look", b"pull", b"push", b"keep", b"wait", b"times"}
 
 
 def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Row]:
@@ -46,17 +45,25 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
     progress: list[bytes] = []
     log: list[bytes] = []
     for line in [*lines, b""]:
-        if line.startswith(_PROGRESS):
-            progress.append(line)
-        elif line.startswith(_LOG):
+        kind = kind_of(line)
+        if kind in PASSED:
+            continue
+        if kind == b"log":
             log.append(line)
-        elif not line.startswith(PASSED):
+        elif kind == b"progress":
+            progress.append(line)
+        else:
             if found := _decoded(_PROGRESS_ROWS, progress):
                 yield found
             if found := _decoded(_ROWS, log):
                 yield found
             progress, log = [], []
             yield from _decoded(_ROWS, [line])
+
+
+def kind_of(line: bytes) -> bytes:
+    """The event of a row that is not decoded yet: it stands first."""
+    return line[_HEAD : line.find(b'"', _HEAD)]
 
 
 def column(rows: list[ProgressRow], name: str) -> np.ndarray:
