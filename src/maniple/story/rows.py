@@ -34,9 +34,22 @@ class ProgressRow(msgspec.Struct, gc=False):
     together: dict[str, int] = {}
 
 
-_HEAD = len(b'{"event":"')
+_HEAD, _MARK = len(b'{"event":"'), 10
+
+
+def _mark(kind: str) -> bytes:
+    """What a row of this kind has behind its first word: with the quote that ends it, so that it is no other kind's."""
+    return f'{kind}","timestamp'.encode()[:_MARK]
+
+
+_PROGRESS, _LOG = _mark("progress"), _mark("log")
 # Single acts, and what `maniple record` reads: they are added up in rows `progress`.
-PASSED = {b"exchange", b"look", b"pull", b"push", b"keep", b"wait", b"times"}
+_PASSED = set(map(_mark, ("exchange", "look", "pull", "push", "keep", "wait", "times")))
+
+
+def needed(lines: list[bytes]) -> list[bytes]:
+    """Those that are no rows of single acts."""
+    return [line for line in lines if line[_HEAD : _HEAD + _MARK] not in _PASSED]
 
 
 def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Row]:
@@ -44,13 +57,11 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
     others stay as they were."""
     progress: list[bytes] = []
     log: list[bytes] = []
-    for line in [*lines, b""]:
-        kind = kind_of(line)
-        if kind in PASSED:
-            continue
-        if kind == b"log":
+    for line in [*needed(lines), b""]:
+        mark = line[_HEAD : _HEAD + _MARK]
+        if mark == _LOG:
             log.append(line)
-        elif kind == b"progress":
+        elif mark == _PROGRESS:
             progress.append(line)
         else:
             if found := _decoded(_PROGRESS_ROWS, progress):
@@ -59,11 +70,6 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
                 yield found
             progress, log = [], []
             yield from _decoded(_ROWS, [line])
-
-
-def kind_of(line: bytes) -> bytes:
-    """The event of a row that is not decoded yet: it stands first."""
-    return line[_HEAD : line.find(b'"', _HEAD)]
 
 
 def column(rows: list[ProgressRow], name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from maniple.launch.whereabouts import find_host
 from maniple.record import Folder, Row, Tail
 from maniple.record.events import parse_events
 from maniple.story.curves import ABOUT, BROKEN
-from maniple.story.rows import PASSED, kind_of
+from maniple.story.rows import needed
 from maniple.watch.exports import CENTER, Export, Instant
 
 _LOOK_S, _SILENT_S = 0.5, 10.0
@@ -41,7 +41,7 @@ class Exporting:
             tail = self._tails.setdefault(path, Tail(path))
             who = path.stem.removeprefix("worker-")
             for lines in tail.pieces():
-                for row in parse_events([line for line in lines if kind_of(line) not in PASSED]):
+                for row in parse_events(needed(lines)):
                     self._take(who, row)
         return self.rows > before
 
