@@ -8,17 +8,33 @@ the machine alone meanwhile: speed-ups are measured.
 """
 
 import argparse
+import contextlib
+import io
 import os
+import pty
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
 MANIPLE = [sys.executable, "-m", "maniple.cli"]
 _QUIET = 0.5  # the load of a machine that is left alone
+_TERMINAL = (
+    '<pre style="display:inline-block;margin:0;padding:14px 18px;background:#101418;color:#d8dee6;border-radius:6px;'
+    'font:13px/1.45 DejaVu Sans Mono,monospace">{code}</pre>'
+)
 _LARGEST = 200_000  # bytes of a picture: it comes with every clone
 
 
@@ -28,6 +44,80 @@ def speedup(folder: Path) -> None:
         train(folder, name, workers, "--epochs", "40", "--lr", "0.005")
     command = ["plot", "runs/one", "runs/two", "--log", "--smooth", "20", "-o", HERE / "speedup.png"]
     subprocess.run([*MANIPLE, *command], cwd=folder, check=True)
+
+
+def terminal(folder: Path) -> None:
+    """`maniple watch`: what the terminal shows of a run with two workers that goes on."""
+    with training(folder, "two"):
+        ours, theirs = pty.openpty()
+        env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "96", "LINES": "24"}
+        command = [*MANIPLE, "watch", "--once", "runs/two"]
+        with subprocess.Popen(command, cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs):
+            os.close(theirs)
+            shown = read_all(ours)
+    console = Console(record=True, width=96, file=io.StringIO())
+    newest = re.split(r"\x1b\[\d*A", shown)[-1]  # the table is drawn over the one before
+    console.print(Text.from_ansi(re.sub(r"\x1b\[[0-9?]*[B-HJKhl]|\r", "", newest).strip("\n")))
+    html = console.export_html(inline_styles=True, code_format=_TERMINAL)
+    with browser(width=860, height=200) as page:
+        page.set_content(html)
+        page.locator("pre").screenshot(path=HERE / "terminal.png")
+
+
+def page(folder: Path) -> None:
+    """`maniple run --web`: the page of a run with two workers."""
+    with training(folder, "two", "--web") as run:
+        address = re.search(r"http://\S+", (run / "said").read_text())
+        assert address is not None
+        with browser(width=1200, height=840) as opened:
+            opened.goto(address[0])
+            opened.wait_for_timeout(15_000)  # some curves to see
+            opened.screenshot(path=HERE / "page.png")
+
+
+@contextmanager
+def training(folder: Path, name: str, *options: str) -> Iterator[Path]:
+    """The example of the digits on two workers, for long enough to be looked at."""
+    run, args = folder / "runs" / name, [str(EXAMPLES / "digits.py"), "--epochs", "2000", "--lr", "0.005"]
+    command = [*MANIPLE, "run", "-n", "2", "--name", name, *options, *args]
+    said = folder / "said"
+    with said.open("w") as file, subprocess.Popen(command, cwd=folder, stdout=file, stderr=file) as process:
+        try:
+            wait_for(lambda: len(list(run.glob("events/worker-*.jsonl"))) == 2)
+            time.sleep(8)
+            shutil.copy(said, run / "said")
+            yield run
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def browser(*, width: int, height: int) -> Iterator[Any]:
+    """A page of a headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as engine:
+        opened = engine.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+        yield opened.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+        opened.close()
+
+
+def read_all(descriptor: int) -> str:
+    """What was written to a terminal until it was closed."""
+    shown = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(descriptor, 65536):
+            shown += piece
+    os.close(descriptor)
+    return shown.decode()
+
+
+def wait_for(look: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not look():
+        if time.monotonic() > deadline:
+            sys.exit("the run has not begun within a minute")
+        time.sleep(0.2)
 
 
 def train(folder: Path, name: str, workers: int, *args: str) -> Path:
@@ -40,6 +130,8 @@ def train(folder: Path, name: str, workers: int, *args: str) -> Path:
 # One line for each picture; a new one is a function above and its name here.
 PICTURES: dict[str, Callable[[Path], None]] = {
     "speedup": speedup,
+    "terminal": terminal,
+    "page": page,
 }
 
 

@@ -190,6 +190,14 @@ def test_totals_of_two_workers(written):
     assert totals.sync_share == pytest.approx(0.2)
 
 
+def test_workers_whose_speed_changes_are_never_more_than_they_are(written):
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 1, step=10, samples=100, exchange=0.5)
+        written.progress(rank, 2, step=110, samples=1100, exchange=0.6)
+    assert written.story().totals().speedup == pytest.approx(1.8)  # now, and not against how slow they were
+
+
 def test_time_of_the_dead_is_no_goodput(written):
     for rank in (0, 1):
         written.row(rank, "join", 0)

@@ -53,7 +53,7 @@ class Travel:
 class Standing:
     """Where one worker stands: its state, what it has done in this life (`now`) and in those before.
 
-    Rates, `staleness` and `cores` are of the newest stretch between two rows `progress`.
+    Rates, `compute_share`, `staleness` and `cores` are of the newest stretch between two rows `progress`.
     """
 
     state: str = "starting"
@@ -62,6 +62,7 @@ class Standing:
     steps_per_s: float = 0.0
     samples_per_s: float = 0.0
     bytes_per_s: float = 0.0
+    compute_share: float = 0.0
     staleness: float | None = None
     sync_share: float = 0.0
     loss: float | None = None
@@ -89,6 +90,12 @@ class Standing:
         """Its samples and steps per second, over all of its time."""
         total = self.total
         return total.samples / max(1e-9, total.elapsed_s), total.step / max(1e-9, total.elapsed_s)
+
+    @property
+    def mean_compute_share(self) -> float:
+        """The share of all of its time that it computed."""
+        total = self.total
+        return total.split[PARTS[0]] / max(1e-9, total.elapsed_s)
 
     def turn(self, state: str, when: float) -> None:
         """Its state was this from that moment on. It may be told of out of order: the latest counts."""
@@ -129,6 +136,7 @@ class Standing:
         self.staleness = next((row.staleness for row in reversed(rows) if row.staleness >= 0), self.staleness)
         if not self.is_gone and seconds[-1] > 0:
             self.steps_per_s = (newest.step - all_[-2].step) / float(seconds[-1])
+            self.compute_share = float(split[0, -1] / seconds[-1])
             for name, rate in rates.items():
                 setattr(self, name, float(rate[-1]))
         return Travel(

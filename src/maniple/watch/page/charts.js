@@ -38,7 +38,7 @@ export class Charts {
     for (const [name, title, note] of MEASURED) this.#panel(title, note, (into) => this.#drawMeasured(into, name));
     this.#panel("Workers alive", "", (into) => this.#drawLive(into));
     this.#panel("Staleness of exchanges", "how many were so old", (into) => this.#drawAges(into));
-    this.#panel("Participation", "rounds by the workers in them", (into) => this.#drawTogether(into));
+    this.#panel("Participation", "who took part in exchanges or rounds", (into) => this.#drawTogether(into));
   }
 
   // Offer the names that were logged, and a chart of what only some workers measure.
@@ -129,7 +129,7 @@ export class Charts {
       ? cut.map(([rank, curve]) => this.#line(thinned(curve.xs, curve.ys, 300), of, rank, false))
       : this.#band(summed(cut.map(([, curve]) => curve), this.#begin, this.store.until), of);
     const isBytes = name.includes("bytes");
-    draw(into, traces, { ticks: name === "sync_share" ? "~%" : isBytes ? "~s" : "", fromZero: true, unit: isBytes ? "B" : "" });
+    draw(into, traces, { ticks: name === "sync_share" ? ".2~%" : isBytes ? "~s" : "", fromZero: true, unit: isBytes ? "B" : "" });
   }
 
   #band({ xs, mean, low, high }, of) {
@@ -157,9 +157,15 @@ export class Charts {
     this.#bars(into, ages.map(([k]) => name(k)), ages.map(([, n]) => n), "exchanges of others in between");
   }
 
+  // Who takes part: in rounds of all, how many workers were in them; in exchanges with the center, who made how many.
   #drawTogether(into) {
     const together = this.store.small.together ?? [];
-    this.#bars(into, together.map(([n]) => String(n)), together.map(([, n]) => n), "workers in a round");
+    if (together.length) {
+      this.#bars(into, together.map(([n]) => String(n)), together.map(([, n]) => n), "workers in a round");
+      return;
+    }
+    const made = this.store.workers.filter((one) => one.exchanges);
+    this.#bars(into, made.map((one) => `W${one.rank}`), made.map((one) => one.exchanges), "exchanges of each worker");
   }
 
   #bars(into, x, y, title) {
