@@ -73,7 +73,7 @@ class Subject:
             return Whereabouts(f"has ended with exit code {self.folder.read().get('exit_code')}")
         if self._mirror.is_away:
             return Whereabouts(f"does not answer: {self._mirror.away}")
-        return Whereabouts(f"alive, listening on {self.name}", is_alive=True)
+        return Whereabouts(f"is alive, listening on {self.name}", is_alive=True)
 
     def steering(self) -> Steering:
         """By which its host is given orders; ManipleError if it cannot be reached."""
