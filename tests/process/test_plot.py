@@ -126,6 +126,8 @@ def test_two_runs_are_compared(pair, tmp_path):
     assert found["differences"] == {"workers": [1, 2]}
     table = maniple("compare", pair.one, pair.two, "--target", "8", cwd=tmp_path)
     assert "time to loss at or below 8" in table and "settings that differ" in table
+    typo = subprocess.run([MANIPLE, "compare", pair.one, "--value", "los"], capture_output=True, text=True, timeout=60)
+    assert typo.returncode == 2 and "Did you mean 'loss'?" in typo.stderr
 
 
 def test_an_export_that_follows_a_run_has_all_of_its_rows(pair):

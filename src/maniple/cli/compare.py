@@ -44,7 +44,7 @@ def compare(
       maniple compare runs/* --value val_accuracy --target 0.9 --above --json
     """
     opened = open_runs(list(runs), value)
-    if target is not None:
+    if target is not None or value != "loss":  # else runs without one are compared by all that there is
         check_value(opened, value)
     aim = None if target is None else settle_target(opened, value, target, falling, window=window)
     found = summarize(opened, value, target=aim, window=window)
