@@ -44,7 +44,7 @@ def standings(folder: Path) -> dict:
 
 @pytest.mark.usefixtures("without_numba")
 def test_a_run_is_watched_while_it_goes_on_and_afterwards(start):
-    going = start(SCRIPT, "-n", "2", "--restarts", "1", "--json")
+    going = start(SCRIPT, "-n", "2", "--restarts", "1", "--json", "--listen", "127.0.0.1:0")
     for rank in (0, 1):
         going.await_event(rank, "progress", count=3)
     told = standings(going.folder)
@@ -61,6 +61,10 @@ def test_a_run_is_watched_while_it_goes_on_and_afterwards(start):
     follower = subprocess.Popen(
         [MANIPLE, "watch", going.folder, "--logs"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    posted = json.loads((going.folder / "host.json").read_text())
+    far = subprocess.Popen(
+        [MANIPLE, "watch", posted["address"], "--token-file", going.folder / "token"], stdout=subprocess.PIPE, text=True
+    )
     os.kill(going.pid(1), signal.SIGKILL)
     await_(lambda: any(one["lives"] == 2 for one in standings(going.folder)["workers"]))
     going.await_event(1, "progress", count=len(going.events(1, "progress")) + 2)
@@ -69,6 +73,9 @@ def test_a_run_is_watched_while_it_goes_on_and_afterwards(start):
     (going.folder.parent.parent / "enough").touch()
     assert going.wait() == 0, going.output
 
+    told = far.communicate(timeout=PATIENCE_S)[0]  # it ends by itself
+    assert far.returncode == 0
+    assert "W0 : state" in told and "W1 : state" in told and "all: " in told.splitlines()[-1]
     seen = follower.communicate(timeout=PATIENCE_S)[0]
     assert follower.returncode == 0
     assert "W0 | ten more" in seen

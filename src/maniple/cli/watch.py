@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from maniple.errors import InvalidArgument
 from maniple.launch.board import Board
 from maniple.launch.view import View, open_view
 from maniple.watch.subject import Subject
@@ -65,6 +66,11 @@ def watch(
         if web:
             show(subject, listen, may_steer=not read_only, opens=browser)
             return
+        if logs and subject.is_elsewhere:
+            raise InvalidArgument(
+                f"--logs needs the run folder, and {run} is a host whose folder is not here. Leave --logs out, or look "
+                "where it runs."
+            )
         with open_view(quiet=False, is_json=is_json) as view, suppress(KeyboardInterrupt):
             _follow(subject, view, once=once, logs=logs)
 
@@ -76,7 +82,7 @@ def _follow(subject: Subject, view: View, *, once: bool, logs: bool) -> None:
     while True:
         subject.bring()
         printed = board.refresh()
-        is_last = once or board.has_ended
+        is_last = once or board.has_ended or subject.is_over
         view.show(board, printed if logs else [], is_last=is_last)
         if is_last:
             return

@@ -65,12 +65,22 @@ class Subject:
         if self._mirror is not None:
             self._mirror.refresh()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Its folder is not seen from here."""
+        return self._mirror is not None
+
+    @property
+    def is_over(self) -> bool:
+        """A host elsewhere has ended the run; of one whose folder is here its rows tell."""
+        return self._mirror is not None and self._mirror.is_over
+
     def where(self) -> Whereabouts:
         """What is known of the host. It may take some seconds to answer."""
         if self._mirror is None:
             return find_host(self.folder.path)
         if self._mirror.is_over:
-            return Whereabouts(f"has ended with exit code {self.folder.read().get('exit_code')}")
+            return Whereabouts("has ended the run", has_ended=True)
         if self._mirror.is_away:
             return Whereabouts(f"does not answer: {self._mirror.away}")
         return Whereabouts(f"is alive, listening on {self.name}", is_alive=True)
