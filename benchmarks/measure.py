@@ -27,6 +27,15 @@ def interleave(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def wait_for(look: Callable[[], Any]) -> None:
+    """Until it is seen, for at most a minute."""
+    deadline = time.monotonic() + 60
+    while not look():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run did not begin within a minute")
+        time.sleep(0.05)
+
+
 def report(name: str, title: str, rows: list[dict[str, Any]], **facts: Any) -> None:
     """Print `rows` as a table and write them, with the machine's load, to results/<name>.json."""
     console = Console(width=max(130, Console().width))

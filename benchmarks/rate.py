@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import report
+from measure import report, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -100,15 +100,6 @@ def hosted(folder: Path):
     finally:
         os.kill(host.pid, signal.SIGTERM)
         host.wait(30)
-
-
-def wait_for(look) -> None:
-    """Until it is seen, for at most a minute."""
-    deadline = time.monotonic() + 60
-    while not look():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the run did not begin within a minute")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

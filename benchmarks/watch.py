@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import report
+from measure import report, wait_for
 
 MANIPLE = Path(sys.executable).with_name("maniple")
 WORKERS, ROWS = 64, 10_000
@@ -227,15 +227,6 @@ def worker_rows(rank: int, rows: int, begin: float):
             "rounds": 0, "bytes": 160_000 * number, "staleness": chance.uniform(20, 90), "ages": [0, 0, 0, 0, 0, 1, 1],
             "cpu": 0.9 * at * speed, "memory": int(4e8 + 1e7 * chance.random()),
         }  # fmt: skip
-
-
-def wait_for(look) -> None:
-    """Until it is seen, for at most a minute."""
-    deadline = time.monotonic() + 60
-    while not look():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the run did not begin within a minute")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import click
 import msgspec
 
 from maniple.cli.columns import aligned
+from maniple.cli.plot import smooth
 from maniple.watch.compare import cells, differences, settle_target, summarize
-from maniple.watch.course import WINDOW
 from maniple.watch.overlay import baseline
 from maniple.watch.plot import shortened
 from maniple.watch.runs import check_value, open_runs
@@ -19,15 +19,7 @@ _WIDTH = 32  # of a cell
 @click.option("--value", default="loss", show_default=True, metavar="NAME", help="The logged value to compare.")
 @click.option("--target", type=float, metavar="NUMBER", help="Tell when the value first reached this.")
 @click.option("--below/--above", "falling", default=None, help="From which side. Default: as the first run goes.")
-@click.option(
-    "--smooth",
-    "window",
-    type=click.IntRange(1),
-    default=WINDOW,
-    show_default=True,
-    metavar="K",
-    help="Take each worker's mean over its last K values.",
-)
+@smooth
 @click.option("--json", "is_json", is_flag=True, help="Print it as JSON.")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 def compare(

@@ -9,6 +9,15 @@ from maniple.watch.course import WINDOW
 from maniple.watch.overlay import AXES, baseline, check_axis, speedups
 from maniple.watch.runs import check_value, open_runs
 
+smooth = click.option(
+    "--smooth",
+    "window",
+    type=click.IntRange(1),
+    default=WINDOW,
+    show_default=True,
+    metavar="K",
+    help="Of each worker, take the mean of its last K values.",
+)
 _FORMATS = (".png", ".svg", ".pdf", ".html")
 
 
@@ -27,15 +36,7 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
     help="Where to draw it: .png, .svg, .pdf, or .html for a report with everything.",
 )
 @click.option("--log", "is_log", is_flag=True, help="A logarithmic scale for the value.")
-@click.option(
-    "--smooth",
-    "window",
-    type=click.IntRange(1),
-    default=WINDOW,
-    show_default=True,
-    metavar="K",
-    help="Of workers, draw the mean of their last K values.",
-)
+@smooth
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 def plot(*, runs: tuple[Path, ...], value: str, against: str, output: Path, is_log: bool, window: int) -> None:
     """Draw runs over each other: a value against time since the first worker's start, samples or epochs.
