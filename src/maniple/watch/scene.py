@@ -1,4 +1,4 @@
-"""The scene: one story for all who look at it, read about once a second, and only while somebody looks."""
+"""The scene: one story for all who look at it, read every one or two seconds, and only while somebody looks."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from maniple.launch.whereabouts import Whereabouts
 from maniple.story import Story
 from maniple.watch.subject import Subject
 
-_EVERY_S = 0.8  # a little less than viewers look
+_EVERY_S = 1.2  # a little less than viewers look
 _READING_S = 1.0  # of a long record, so much at a time
 _HOST_EVERY_S = 5.0
 
@@ -37,7 +37,7 @@ class Scene:
 
     @contextmanager
     def story(self, *, is_last: bool = False) -> Generator[Story]:
-        """The story as it was less than a second ago, or, if it is the last look, as it is now.
+        """The story as it was not much more than a second ago, or, if it is the last look, as it is now.
 
         Nobody else reads meanwhile, so be brief.
         """

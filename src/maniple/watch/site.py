@@ -25,7 +25,7 @@ from maniple.watch.scene import Scene
 from maniple.watch.subject import told
 
 PAGE = Path(__file__).with_name("page")
-_EVERY_S = 1.0
+_EVERY_S = 1.5
 _GLANCE_S = 0.25  # how soon viewers are let go when the page ends
 _MOST_BYTES = 1 << 14  # of an order
 
@@ -69,7 +69,7 @@ class _Site:
         self._look: asyncio.Task[None] | None = None
 
     async def news(self, request: Request) -> Response:
-        """News about once a second, for as long as the viewer stays."""
+        """News every one or two seconds, for as long as the viewer stays."""
         del request
         return StreamingResponse(self._tell(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
