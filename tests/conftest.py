@@ -52,8 +52,10 @@ def own_memory(mark: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
     memory = SHARED_MEMORY / f"test-{mark}"
     memory.mkdir()
     patch.setenv("MANIPLE_SHM", str(memory))
-    patch.setenv("XDG_CONFIG_HOME", str(memory.with_name("nowhere")))  # not the settings of who runs the tests
+    settings = memory.with_name(f"{memory.name}-settings")  # not those of who runs the tests; some libraries make it
+    patch.setenv("XDG_CONFIG_HOME", str(settings))
     yield
+    shutil.rmtree(settings, ignore_errors=True)
     segments = list(memory.iterdir())
     shutil.rmtree(memory)
     assert not segments, f"shared memory left behind: {segments}"
