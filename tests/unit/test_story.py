@@ -128,6 +128,17 @@ def test_the_end_of_a_worker_counts_though_its_own_rows_are_read_later(written):
     assert written.story().standings[0].state == "dead"
 
 
+@pytest.mark.parametrize("after", [-0.001, 0.001])
+def test_a_dead_worker_is_not_lost_though_its_connection_ends_later(written, after):
+    written.row("server", "joined", 0, worker=0, live=1)
+    written.row("host", "exit", 5, worker=0, exit_code=-9, died=True)
+    written.row("server", "lost", 5 + after, worker=0, reason="closed", live=0)
+    assert written.story().standings[0].state == "dead"
+    written.row("server", "restarted", 6, worker=0, live=1)
+    written.row("server", "lost", 7, worker=0, reason="silent", live=0)
+    assert written.story().standings[0].state == "lost"
+
+
 def test_without_a_host_workers_tell_of_themselves(written):
     for rank, failed in ((0, False), (1, True)):
         written.row(rank, "join", 0)

@@ -98,10 +98,14 @@ class Standing:
         return total.split[PARTS[0]] / max(1e-9, total.elapsed_s)
 
     def turn(self, state: str, when: float) -> None:
-        """Its state was this from that moment on. It may be told of out of order: the latest counts."""
+        """Its state was this from that moment on. It may be told of out of order: the latest counts.
+
+        Of one that is known to have ended it is no news that it is not heard of any more.
+        """
         insort(self.states, (when, state))
         del self.states[:-_MOST_STATES]
-        self.state = self.states[-1][1]
+        *before, (_, latest) = self.states
+        self.state = before[-1][1] if latest == "lost" and before and before[-1][1] in _GONE else latest
         if self.is_gone:
             self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = 0.0
 
