@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maniple.story import Standing, Totals
+from maniple.story.standing import BAD
 
 _LEFT = {"worker", "state"}
 _STYLES = {"training": "green", "dead": "bold red", "failed": "bold red", "lost": "bold red", "starting": "yellow"}
@@ -75,7 +76,7 @@ def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int
 
 def chosen(standings: Mapping[int, Standing], room: int) -> list[int]:
     """The workers to show where not all have room: those in trouble first, then by rank."""
-    by_need = sorted(standings, key=lambda rank: (standings[rank].state not in {"dead", "failed", "lost"}, rank))
+    by_need = sorted(standings, key=lambda rank: (standings[rank].state not in BAD, rank))
     return sorted(by_need[:room])
 
 

@@ -9,7 +9,8 @@ from maniple.record import Row
 from maniple.record.times import PARTS
 from maniple.story.rows import ProgressRow, column
 
-_GONE = {"done", "ended", "failed", "dead", "lost"}
+BAD = frozenset({"failed", "dead", "lost"})  # states of those who have not come to their end
+_GONE = BAD | {"done", "ended"}
 _MOST_STATES = 1000
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from maniple.story import CENTER, Series, Standing, Story
+from maniple.story.standing import BAD
 
 WINDOW = 10
-_GONE = {"dead", "lost", "failed"}
 _MOMENTS = 20_000  # at which a mean over workers is taken, at most
 
 
@@ -74,7 +74,7 @@ def _away(standing: Standing | None, xs: np.ndarray, place: np.ndarray, moments:
     """At which moments the worker was gone, and had not logged since."""
     gone = np.zeros(len(moments), bool)
     for when, state in standing.states if standing else ():
-        if state in _GONE:
+        if state in BAD:
             gone |= (moments >= when) & (xs[place] < when)
     return gone
 
