@@ -33,7 +33,7 @@ def test_the_maps_of_layers_agree():
 @pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: path.name)
 def test_a_source_file_holds_one_idea(path: Path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 600, "beyond this a file usually holds two ideas"
     assert text.startswith('"""'), "it says what it is"
 
 
