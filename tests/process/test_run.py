@@ -79,7 +79,7 @@ def test_cores_and_threads_are_divided(run):
     script = """
         import os, maniple
         maniple.join()
-        print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"])
+        print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
     """
     cores = sorted(os.sched_getaffinity(0))
     two = run(script, "-n", "2")
@@ -88,9 +88,9 @@ def test_cores_and_threads_are_divided(run):
         assert not sets[0] & sets[1]
         assert two.log(0).split()[-1] == str(len(cores) // 2)
     many = run(script, "-n", str(len(cores) + 1))
-    assert many.log(0).strip() == f"{cores} 1"
+    assert many.log(0).strip() == f"{cores} 1 1"
     own = run(script, "-n", "2", "--no-bind", env={"OMP_NUM_THREADS": "5"})
-    assert own.log(0).strip() == f"{cores} 5"
+    assert own.log(0).strip() == f"{cores} 5 5"
 
 
 def test_workers_really_run_at_the_same_time(run):

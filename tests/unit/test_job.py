@@ -33,10 +33,16 @@ def test_workers_share_devices_in_turn():
 
 
 def test_thread_variables_are_set_except_where_the_user_has():
-    assert thread_variables(2, set()) == dict.fromkeys(THREAD_VARIABLES, "2")
-    left = thread_variables(2, {"OMP_NUM_THREADS"})
-    assert "OMP_NUM_THREADS" not in left
-    assert left["MKL_NUM_THREADS"] == "2"
+    assert thread_variables(2, {}) == dict.fromkeys(THREAD_VARIABLES, "2")
+    left = thread_variables(2, {"MKL_NUM_THREADS": "7"})
+    assert "MKL_NUM_THREADS" not in left
+    assert left["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_user_s_omp_num_threads_holds_for_all_libraries():
+    others = set(THREAD_VARIABLES) - {"OMP_NUM_THREADS"}
+    assert thread_variables(2, {"OMP_NUM_THREADS": "1"}) == dict.fromkeys(others, "1")
+    assert thread_variables(2, {"OMP_NUM_THREADS": "4,2"}) == dict.fromkeys(others, "2"), "a list is OpenMP's own"
 
 
 @pytest.mark.parametrize("workers", [0, -1, MAX_WORKERS + 1])

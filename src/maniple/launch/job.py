@@ -3,6 +3,7 @@
 import difflib
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,9 +227,14 @@ class Job:
         return self.devices[local_rank % len(self.devices)] if self.devices else None
 
 
-def thread_variables(threads: int, asked: set[str]) -> dict[str, str]:
-    """How many threads numeric libraries may start; what the user has set already stays."""
-    return {name: str(threads) for name in THREAD_VARIABLES if name not in asked}
+def thread_variables(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """How many threads numeric libraries may start; variables that the user has set stay as they are.
+
+    A user's OMP_NUM_THREADS holds for the other libraries too: torch, for one, uses MKL_NUM_THREADS where both are set.
+    """
+    of_all = given.get("OMP_NUM_THREADS", "")
+    number = of_all if of_all.isdigit() else str(threads)  # it may be a list, such as 4,2 for nested regions
+    return {name: number for name in THREAD_VARIABLES if name not in given}
 
 
 def check_hosts(hosts: tuple[str, ...]) -> None:

@@ -101,7 +101,7 @@ class Placed(Remote):
 
     def _asked(self) -> dict[str, Any]:
         asked = super()._asked()
-        threads = thread_variables(max(1, round(self._room.cpus)), set())
+        threads = thread_variables(max(1, round(self._room.cpus)), {})
         # Ray shows a worker its own GPUs alone, and minds the cores itself
         alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         return asked | {"env": threads | asked["env"] | alone, "local_rank": 0, "local_world": 1, "bind": False}

@@ -100,7 +100,9 @@ def workers_text(order: Order, *, after: str | None = None) -> str:
     ]
     join = [str(order.python), "-m", "maniple.cli", "join", "--task", f"--wait={order.wait_s:g}", str(order.run)]
     line = " ".join([shlex.join(join), *(_argument(word, asked.instances) for word in order.command)])
-    threads = [f'export {name}="${{{name}:-{asked.cpus_per_worker}}}"' for name in THREAD_VARIABLES]
+    first, *others = THREAD_VARIABLES  # a user's OMP_NUM_THREADS holds for the other libraries too
+    threads = [f'export {first}="${{{first}:-{asked.cpus_per_worker}}}"']
+    threads += [f'export {name}="${{{name}:-${first}}}"' for name in others]
     return _text(order, order.run.name, options, [*threads, f"exec {line}"])
 
 

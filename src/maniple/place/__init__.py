@@ -254,9 +254,9 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> Path:
     return Path(env.get("MANIPLE_SHM") or "/dev/shm")
 
 
-def asked_threads(env: Mapping[str, str] = os.environ) -> set[str]:
+def asked_threads(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The thread variables that the user has set already; they are left as they are."""
-    return set() if _is_worker(env) else {name for name in THREAD_VARIABLES if name in env}
+    return {} if _is_worker(env) else {name: env[name] for name in THREAD_VARIABLES if name in env}
 
 
 def _is_worker(env: Mapping[str, str]) -> bool:

@@ -121,7 +121,7 @@ class Crew:
         ours, theirs = socket.socketpair()
         life_end, life = os.pipe()
         begin = f"import sys; sys.path[:] = {_path()!r}; from maniple.pool.served import main; main()"
-        env = os.environ | thread_variables(len(cores), set(os.environ)) | _KEPT
+        env = os.environ | thread_variables(len(cores), os.environ) | _KEPT
         if device is not None and device.startswith("cuda"):
             env["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2] or str(rank)
         # not -m: that would look for modules in the working folder, and not where the caller has found maniple
