@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from .conftest import MANIPLE, PATIENCE_S
 
@@ -63,13 +64,13 @@ def test_workers_know_their_place_and_have_arguments_of_their_own(run):
         print(worker.rank, worker.world, worker.local_rank, worker.local_world, worker.device, worker.seed,
               [os.environ[n] for n in names], sys.argv[1:])
         """,
-        "-n", "2", "--devices", "cuda:0,cuda:1",
+        "-n", "2", "--devices", "cpu:0,cpu:1",
         args=("--part", "{rank}-of-{world}", "{other}"),
     )  # fmt: skip
     assert done.process.returncode == 0, done.output
     lines = [done.log(rank) for rank in (0, 1)]
     for rank, line in enumerate(lines):
-        assert line.startswith(f"{rank} 2 {rank} 2 cuda:{rank} ")
+        assert line.startswith(f"{rank} 2 {rank} 2 cpu:{rank} ")
         assert f"['{rank}', '2', '{rank}', '2'] ['--part', '{rank}-of-2', '{{other}}']" in line
         assert f"W{rank} | {line.strip()}" in done.output
     assert lines[0].split()[5] != lines[1].split()[5], "seeds must differ"
@@ -270,3 +271,44 @@ def test_without_the_launcher_the_script_is_a_world_of_one(tmp_path):
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "[25.0, 25.0, 25.0] 0 1 cpu\n[0, 1, 2, 3, 4] False\n", done.stderr
     assert list(tmp_path.iterdir()) == [script], "alone, nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--every", "0"], ["--every 0", "Write --every 10"]),
+        (["--listen", "29499"], ["'29499'", "127.0.0.1:29499"]),
+        (["--devices", "gpu0"], ["'gpu0'", "cuda:0"]),
+        (["--rule", "bsp", "--every", "5"], ["averages gradients at each step", "Every(5)"]),
+        (["--rule", "localsgd", "--maximum-rate", "0.1"], ["needs all workers at the same step"]),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path, options, words):
+    (tmp_path / "train.py").write_text("import maniple")
+    done = subprocess.run([MANIPLE, "run", *options, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert len(done.stderr.splitlines()) == 1, "one message, no traceback"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_gpus_that_torch_does_not_see_are_refused_before_anything_starts(tmp_path):
+    (tmp_path / "train.py").write_text("import maniple")
+    command = [MANIPLE, "run", "--devices", "cuda:0,cuda:99", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "cuda:99" in done.stderr and "torch sees" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_option_of_maniple_that_follows_the_script_is_pointed_out(run):
+    script = """
+        import sys, numpy as np, maniple
+        worker = maniple.join()
+        worker.share({"w": np.zeros(1)})
+        print(sys.argv[1:])
+    """
+    done = run(script, args=["-n", "2", "--seed", "3"])
+    assert done.log(0).strip() == "['-n', '2', '--seed', '3']"
+    hints = [line for line in done.output.splitlines() if "stands after the script" in line]
+    assert len(hints) == 1 and "-n" in hints[0] and "--seed" not in hints[0]

@@ -162,3 +162,16 @@ def test_run_that_goes_on_has_what_was_asked_for_when_it_began(tmp_path):
     assert remembered(job(resume=tmp_path, seed=7), tmp_path).seed == 7
     with pytest.raises(InvalidArgument, match=r"--seed 8 .* seed is 7"):
         remembered(job(resume=tmp_path, seed=8), tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu0", "cuda:x", "0", "cuda 0", "cuda:0;1"])
+def test_a_word_that_is_no_device_is_refused(device):
+    with pytest.raises(InvalidArgument, match="is no device"):
+        job(devices=("cpu", device)).check()
+
+
+def test_a_missing_script_is_not_answered_by_one_with_another_name(tmp_path):
+    (tmp_path / "stdin.py").touch()
+    with pytest.raises(InvalidArgument, match="there is no script") as refused:
+        job(script=tmp_path / "train.py").check()
+    assert "Did you mean" not in str(refused.value)

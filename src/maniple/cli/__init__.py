@@ -11,7 +11,7 @@ import click
 import maniple
 from maniple.cli.change import change
 from maniple.cli.compare import compare
-from maniple.cli.doctor import doctor, warn_early
+from maniple.cli.doctor import check_devices, doctor, warn_early
 from maniple.cli.export import export
 from maniple.cli.host import host
 from maniple.cli.job import job_from
@@ -28,6 +28,8 @@ from maniple.launch import Job, run_local
 from maniple.place import CIRCLE_DEADLINE_S, CIRCLES
 from maniple.session import Configured
 
+# Options of maniple whose names many training scripts use as well: they are no sign of a mistake there.
+_OFTEN_OF_SCRIPTS = {"seed", "name", "resume", "max_epochs", "max_batches", "model", "wire", "quiet", "keep", "every"}
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
@@ -126,6 +128,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
+    _hint_at_misplaced(options.get("args", ()), click.get_current_context().command)
     _start(job_from(**options))
 
 
@@ -160,8 +163,21 @@ def serve(**options: Any) -> None:
     _start(job_from(**options))
 
 
+def _hint_at_misplaced(args: tuple[str, ...], command: click.Command) -> None:
+    """Say so if the arguments of a script hold options of maniple, which then went to the script."""
+    known = {word for option in command.params if option.name not in _OFTEN_OF_SCRIPTS for word in option.opts}
+    words = [arg.partition("=")[0] for arg in args]
+    if found := [word for word in words if word.startswith("-") and word in known]:
+        click.echo(
+            f"maniple: {', '.join(found)} stands after the script, so it is an argument of the script and not of "
+            "maniple, whose options come before it: maniple run -n 2 train.py",
+            err=True,
+        )
+
+
 def _start(job: Job) -> NoReturn:
     job.check()
+    check_devices(job)
     warn_early(job)
     sys.exit(run_local(job))
 

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from click.core import ParameterSource
 
 from maniple.cli.job import listed
 from maniple.doctor import CHECKS, GRAVE, OK, WAIT_S, WARNING, Case, Finding, Slurm, check_case, chosen, examine, glance
+from maniple.doctor.libraries import look_at_devices
+from maniple.errors import InvalidArgument
 from maniple.launch import Job
 from maniple.launch.board import count
 from maniple.launch.room import Room
@@ -125,6 +128,19 @@ def warn_early(job: Job, *, is_elsewhere: bool = False) -> None:
         left_out |= {"cores", "threads"}
     for finding in glance(case, (check for check in CHECKS if check.name not in left_out)):
         tell_warning(str(finding))
+
+
+def check_devices(job: Job) -> None:
+    """Raise InvalidArgument if torch does not see the GPUs that --devices names: training on a CPU would go unnoticed.
+
+    Asking torch takes seconds, so only those wait who ask for a GPU of this machine.
+    """
+    if job.hosts or not any(device.startswith("cuda") for device in job.devices):
+        return
+    if find_spec("torch") is not None:  # else `worker.device` is for another framework, which knows better
+        for found in look_at_devices(Case(devices=job.devices)):
+            if found.level == GRAVE:
+                raise InvalidArgument(str(found))
 
 
 def tell_warning(text: str) -> None:

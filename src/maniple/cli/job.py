@@ -9,11 +9,12 @@ import click
 
 from maniple.errors import InvalidArgument
 from maniple.launch import Job, Listen
-from maniple.pace import Every, RateLimit
+from maniple.pace import Every, RateLimit, parse_pace
 from maniple.place import Limits
 from maniple.rules import parse_rule
 from maniple.spec import split
 from maniple.wire.address import Address
+from maniple.worker.asked import check_rule_and_pace
 
 _OF_MODEL = ("model", "model_args", "snapshot_epochs")
 
@@ -45,12 +46,16 @@ def job_from(
     if every is not None and maximum_rate is not None:
         raise click.UsageError("--every and --maximum-rate are two paces; give one of them.")
     pace = None
+    if every is not None and every < 1:
+        raise InvalidArgument(f"--every {every} is no pace: exchanges come every 1 step or more. Write --every 10.")
     if every is not None:
         pace = f"every:{Every(every).n}"
     elif maximum_rate is not None:
         pace = f"rate:{RateLimit(maximum_rate).maximum_rate}"
     if rest["rule"] is not None:
-        parse_rule(rest["rule"])
+        rule = parse_rule(rest["rule"])
+        if pace is not None:
+            check_rule_and_pace(rule, parse_pace(pace))
     if listen is None and (tls or certificate or key):
         raise click.UsageError("--tls, --certificate and --key are for connections; add --listen ADDRESS.")
     where = None if listen is None else Listen(Address.parse(listen, default_port=0), tls, certificate, key)

@@ -20,6 +20,7 @@ from maniple.spec import arguments, split
 from maniple.wire.address import Address
 from maniple.wire.codecs import codec
 
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|tpu)(:\d+)?")
 _SNAPSHOT = re.compile(r"\d+|best|epoch-\d+")
 
 
@@ -99,6 +100,7 @@ class Job:
         if self.listen is not None:
             self.listen.check()
         check_hosts(self.hosts)
+        _check_devices(self.devices)
         if self.script is not None and not self.script.is_file():
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
@@ -248,8 +250,21 @@ def check_hosts(hosts: tuple[str, ...]) -> None:
             )
 
 
+def _check_devices(devices: tuple[str, ...]) -> None:
+    for device in devices:
+        if not _DEVICE.fullmatch(device):
+            raise InvalidArgument(
+                f"--devices has {device!r}, which is no device. Write cuda:0,cuda:1 for the first two GPUs, or cpu."
+            )
+
+
 def _near(script: Path) -> str:
     folder = script.parent
-    names = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
-    near = difflib.get_close_matches(script.name, names, n=1)
-    return f"Did you mean {str(folder / near[0])!r}?" if near else "Check the path; options of maniple come before it."
+    stems = [path.stem for path in folder.glob("*.py")] if folder.is_dir() else []
+    # Without the suffix, which all of them share, and above difflib's 0.6, by which train is like stdin.
+    near = difflib.get_close_matches(script.stem, stems, n=1, cutoff=0.7)
+    return (
+        f"Did you mean {str(folder / (near[0] + '.py'))!r}?"
+        if near
+        else "Check the path; options of maniple come before it."
+    )

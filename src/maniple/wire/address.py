@@ -24,6 +24,11 @@ class Address:
         host, colon, port = text.rpartition(":")
         if default_port is not None and (not colon or (host.count(":") and not host.endswith("]"))):
             host, port = text, str(default_port)  # a name, or a bare IPv6 address
+        if text.isdigit():
+            raise InvalidArgument(
+                f"{text!r} is no address but a port. Write 127.0.0.1:{text} for this machine alone, or "
+                f"0.0.0.0:{text} for all that reach it."
+            )
         if not host or not port.isdigit() or not int(port) <= 65535:
             raise InvalidArgument(
                 f"{text!r} is no address. Write HOST:PORT with a port up to 65535, for instance 10.0.0.7:29400, "

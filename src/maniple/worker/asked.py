@@ -27,8 +27,8 @@ def settle(place: Place, rule: Rule | None, pace: Pace | None, wire: str | None)
     return rule, pace, wire
 
 
-def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
-    """Raise Conflict or InvalidArgument if a rule of the circle cannot be followed at this pace, or in this circle."""
+def check_rule_and_pace(rule: Rule, pace: Pace) -> None:
+    """Raise Conflict if a rule cannot be followed at this pace; launchers ask before they start workers."""
     if rule.meets == "gradients" and pace != Every(1):
         raise Conflict(
             f"{rule!r} averages gradients at each step, but the pace is {pace!r}. Leave the pace out, or average "
@@ -36,6 +36,11 @@ def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
         )
     if rule.meets == "values" and not isinstance(pace, Every):
         raise Conflict(f"{rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k).")
+
+
+def check_pace(rule: Rule, pace: Pace, circle: Circle, wire: str) -> None:
+    """Raise Conflict or InvalidArgument if a rule of the circle cannot be followed at this pace, or in this circle."""
+    check_rule_and_pace(rule, pace)
     if rule.quorum > 0 and circle.name not in {"shared", "alone"}:
         raise InvalidArgument(
             f"{rule!r} goes on without those who are late, which only the circle in shared memory can (this one is "
