@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 # The tests start over a thousand interpreters: where nothing may be kept, each would compile all of maniple again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A shell's background jobs ignore SIGINT, and all that the tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests with bounds in seconds, or that keep both cores busy by themselves.
 TIMED = (
     "tests/cluster/",  # rates of links, how long a worker may be silent; one cluster is enough at a time
