@@ -24,7 +24,7 @@ from maniple.center.remote import Remote, find_layout
 from maniple.center.tcp import insist
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError
-from maniple.layout import Layout
+from maniple.layout import Layout, fitted
 from maniple.place import find
 from maniple.wire.messages import (
     Answer,
@@ -79,8 +79,7 @@ class Client:
         remote = Remote(self._link, ARRAY + name, layout)
         taken: list[Array] = []
         insist(self._link, lambda: remote.fetch([0], lambda _, value, __: taken.append(value)), self._timeout_s)
-        entry = layout.entries[0]
-        return taken[-1].reshape(entry.shape).astype(entry.dtype, copy=False)
+        return self._narrow(layout, taken[-1]).reshape(layout.entries[0].shape)
 
     def push(self, name: str, value: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5) -> None:
         """`A = alpha A + beta value`, atomically. With `alpha=1`, differences of many clients add up exactly."""
@@ -178,8 +177,7 @@ class Client:
             raise InvalidArgument(
                 f"{list(array.shape)} values were pushed to {list(shape)} elements of {entry}. Push the same shape."
             )
-        if not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise InvalidArgument(f"{array.dtype} values cannot go into {entry} without loss. Convert them first.")
+        array = fitted(entry, array, str(dtype))
         for weight, word in ((alpha, "alpha"), (beta, "beta")):
             is_whole = float(weight).is_integer() if not isinstance(weight, complex) else False
             if isinstance(weight, complex) or not np.isfinite(weight) or (dtype.kind in "iu" and not is_whole):
@@ -187,11 +185,16 @@ class Client:
                     f"{word}={weight!r} cannot weigh {entry}: it must be a finite number, and whole for whole numbers "
                     "(alpha=1, beta=1 adds the value)."
                 )
-        return np.ascontiguousarray(array, dtype).reshape(-1)
+        return array.reshape(-1)
 
     def _weight(self, layout: Layout, weight: Any) -> float | int:
         """A weight as the wire has it: whole numbers stay whole."""
         return int(weight) if layout.places[0][0].startswith(("int", "uint")) else float(weight)
+
+    def _narrow(self, layout: Layout, value: Array) -> Array:
+        """A value as the center keeps it, in the dtype of its array. For float16 it is clipped, as for replicas."""
+        layout.round(0, value)
+        return value.astype(layout.entries[0].dtype, copy=False)
 
     def _take(self, name: str, layout: Layout, positions: Array) -> Array:
         def take() -> Array:
@@ -205,7 +208,7 @@ class Client:
             return values
 
         values = insist(self._link, take, self._timeout_s)
-        return values.reshape(positions.shape).astype(layout.entries[0].dtype, copy=False)
+        return self._narrow(layout, values).reshape(positions.shape)
 
     def _put(self, name: str, positions: Array, value: npt.ArrayLike, alpha: float, beta: float) -> None:
         data = self._checked(self._layout(name), value, positions.shape, alpha, beta)

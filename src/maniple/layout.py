@@ -106,6 +106,34 @@ class Layout:
         raise AssertionError("digests differ but no entry does")
 
 
+def fitted(entry: Entry, value: Array, dtype: str) -> Array:
+    """`value` in `dtype`, for which `entry` stands, unless its kind of number or one of its values does not fit.
+
+    Infinity and NaN pass: whether they are welcome is for others to say.
+    """
+    is_whole = value.dtype.kind in "iub" and np.dtype(dtype).kind in "iu"
+    if not is_whole and not np.can_cast(value.dtype, dtype, "same_kind"):
+        raise InvalidArgument(f"{value.dtype} values cannot go into {entry} without loss. Convert them first.")
+    if is_whole:
+        limits = np.iinfo(dtype)
+        fits = (value >= limits.min) & (value <= limits.max) if value.dtype.kind != "b" else np.True_
+        words = f"{limits.min} to {limits.max}"
+    else:
+        # A center keeps float16 as float32, which holds more than whoever pulls it can.
+        largest = float(_LARGEST.get(entry.dtype, np.finfo(dtype).max))
+        narrow = entry.dtype if entry.dtype == "float16" else dtype
+        with np.errstate(over="ignore"):
+            fits = np.isfinite(value.astype(narrow)) | ~np.isfinite(value)
+        words = f"up to {largest:.6g} in size"
+    if not fits.all():
+        first = value[~fits].flat[0]
+        raise InvalidArgument(
+            f"{first} does not fit into {entry}, which holds {words}. Scale the values, or create the array with a "
+            "wider dtype."
+        )
+    return np.ascontiguousarray(value, dtype)
+
+
 def described(model: Model) -> dict[str, Any]:
     """What is written down of a model that is shared."""
     layout = Layout(model.entries)

@@ -1,5 +1,6 @@
 """Named arrays at a host: the classic parameter server, call by call."""
 
+import itertools
 import os
 import shutil
 import threading
@@ -7,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import maniple
 from maniple.errors import HostAway, InvalidArgument, LayoutMismatch, ManipleError, NotAdmitted
+from maniple.wire.tls import host_context, make_certificate
 
 from ..serving import TOKEN, Serving
 
@@ -174,6 +178,84 @@ def test_values_for_the_same_element_add_up_as_differences_only(client):
         client.push_at("a", [[1], [1]], [1, 2], alpha=0.5, beta=0.5)
 
 
+# Against NumPy, over every transport
+
+NUMBERS = itertools.count()  # hypothesis repeats examples, and an array of a name is made once
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=["tcp", "unix", "tls"])
+def over(request, tmp_path, monkeypatch):
+    """A client of a host that listens in one of the ways there are."""
+    tls = None
+    if request.param == "tls":
+        make_certificate(tmp_path / "certificate.pem", tmp_path / "key.pem")
+        tls = host_context(tmp_path / "certificate.pem", tmp_path / "key.pem")
+        monkeypatch.setenv("MANIPLE_CERTIFICATE", str(tmp_path / "certificate.pem"))
+    host = Serving(tmp_path / "host", unix=request.param == "unix", tls=tls)
+    monkeypatch.setenv("MANIPLE_ADDRESS", str(host.address))
+    monkeypatch.setenv("MANIPLE_TOKEN", TOKEN)
+    with maniple.Client(timeout_s=10) as client:
+        yield client
+    host.close()
+
+
+@st.composite
+def cases(draw, *, is_part: bool):
+    """An array, indices in any order that may repeat and count from the end, values, weights."""
+    dtype = draw(st.sampled_from(DTYPES + COMPLEX))
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    axes = [st.integers(-size, size - 1) for size in shape]
+    if is_part:
+        is_once = draw(st.booleans())
+        at = [
+            draw(st.lists(axis, max_size=5, unique_by=(lambda i, n=n: i % n) if is_once else None))
+            for axis, n in zip(axes, shape, strict=True)
+        ]
+        count = tuple(len(one) for one in at)
+        flat = np.ravel_multi_index(np.ix_(*(np.array(o, int) % n for o, n in zip(at, shape, strict=True))), shape)
+    else:
+        at = draw(st.lists(st.tuples(*axes), max_size=8))
+        count = (len(at),)
+        flat = np.array([np.ravel_multi_index(np.array(one) % shape, shape) for one in at], int)
+    repeats = np.unique(flat).size < flat.size
+    size = int(np.prod(count))
+    values = np.array(draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype).reshape(count)
+    alpha, beta = (1 if repeats else draw(st.integers(0, 3))), draw(st.integers(0, 3))
+    return np.arange(np.prod(shape)).astype(dtype).reshape(shape), at, flat, values, alpha, beta
+
+
+def weighed(whole, flat, values, alpha, beta) -> np.ndarray:
+    """What NumPy makes of it."""
+    new = whole.copy().reshape(-1)
+    if alpha != 1:
+        new[flat] *= new.dtype.type(alpha)
+    np.add.at(new, flat.reshape(-1), (values * new.dtype.type(beta)).reshape(-1))
+    return new.reshape(whole.shape)
+
+
+@MANY
+@given(case=cases(is_part=False))
+def test_elements_are_pushed_and_pulled_as_numpy_indexes_them(over, case):
+    whole, at, flat, values, alpha, beta = case
+    name = f"a{next(NUMBERS)}"
+    over.create(name, whole)
+    np.testing.assert_array_equal(over.pull_at(name, at), whole.reshape(-1)[flat])
+    over.push_at(name, at, values, alpha=alpha, beta=beta)
+    np.testing.assert_array_equal(over.pull(name), weighed(whole, flat, values, alpha, beta))
+
+
+@MANY
+@given(case=cases(is_part=True))
+def test_parts_are_pushed_and_pulled_as_numpy_indexes_them(over, case):
+    whole, at, flat, values, alpha, beta = case
+    name = f"p{next(NUMBERS)}"
+    over.create(name, whole)
+    np.testing.assert_array_equal(over.pull_part(name, at), whole.reshape(-1)[flat])
+    over.push_part(name, at, values, alpha=alpha, beta=beta)
+    np.testing.assert_array_equal(over.pull(name), weighed(whole, flat, values, alpha, beta))
+
+
 # Bad input
 
 
@@ -187,6 +269,9 @@ def test_values_for_the_same_element_add_up_as_differences_only(client):
         (lambda c: c.push("i", np.ones(2), alpha=1, beta=1), "float64 values cannot go into"),
         (lambda c: c.push("a", np.ones((2, 2)), alpha=np.nan), "alpha=nan"),
         (lambda c: c.push("a", np.full((2, 2), np.nan)), "not finite"),
+        (lambda c: c.push_at("a", [[0, 1]], [np.nan]), "not finite"),
+        (lambda c: c.push_part("a", [[0], [1]], [[np.inf]]), "not finite"),
+        (lambda c: c.push_at("i", [[0]], [np.nan], alpha=1, beta=1), "float64 values cannot go into"),
         (lambda c: c.pull_part("a", [[0]]), "1 lists of indices were given for the 2 axes"),
         (lambda c: c.pull_part("a", [[0], [2]]), "index 2 lies outside of axis 1"),
         (lambda c: c.pull_at("a", [[0, -3]]), "index -3 lies outside of axis 1"),
@@ -206,6 +291,51 @@ def test_bad_input_is_told_and_changes_nothing(client, act, words):
         act(client)
     np.testing.assert_array_equal(client.pull("a"), 1)
     np.testing.assert_array_equal(client.pull("i"), 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "limits"),
+    [
+        ("int8", 300, "-128 to 127"),
+        ("int8", -129, "-128 to 127"),
+        ("uint8", -1, "0 to 255"),
+        ("uint16", 1 << 16, "0 to 65535"),
+        ("int64", np.uint64(1 << 63), "-9223372036854775808 to 9223372036854775807"),
+        ("uint64", -1, "0 to 18446744073709551615"),
+        ("float16", 1e5, "65504"),
+        ("float16", np.float32(-65520), "65504"),
+        ("float16", 100_000, "65504"),
+        ("float32", 1e39, "3.40"),
+        ("complex64", 1e39j, "3.40"),
+    ],
+)
+def test_value_that_the_dtype_cannot_hold_is_refused_by_every_push(client, dtype, value, limits):
+    client.create("a", np.ones(2, dtype))
+    whole = np.array([value, 1 * value])
+    for push in (
+        lambda: client.push("a", whole, alpha=1, beta=1),
+        lambda: client.push_at("a", [[0], [1]], whole, alpha=1, beta=1),
+        lambda: client.push_part("a", [[1, 0]], whole, alpha=1, beta=1),
+    ):
+        with pytest.raises(InvalidArgument, match=f"does not fit.*{limits}"):
+            push()
+    np.testing.assert_array_equal(client.pull("a"), 1)
+
+
+def test_whole_numbers_that_fit_are_pushed_whatever_their_dtype(client):
+    for dtype, low, high in (("int8", -128, 127), ("uint8", 0, 255), ("uint64", 0, (1 << 64) - 1)):
+        client.create(dtype, np.ones(2, dtype))
+        client.push(dtype, np.array([low, 1]), alpha=0, beta=1)
+        client.push_at(dtype, [[1]], np.array([high]), alpha=0, beta=1)
+        assert client.pull(dtype).tolist() == [low, high]
+
+
+def test_sum_beyond_float16_is_pulled_as_its_largest_value(client):
+    client.create("a", np.full(2, 6e4, "float16"))
+    client.push("a", np.full(2, 6e4, "float16"), alpha=1, beta=1)
+    largest = np.finfo("float16").max
+    np.testing.assert_array_equal(client.pull("a"), largest)
+    np.testing.assert_array_equal(client.pull_at("a", [[1]]), largest)
 
 
 def test_creating_with_another_shape_is_refused(client):

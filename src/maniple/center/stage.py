@@ -110,18 +110,19 @@ class Stage:
         return is_clean
 
     def commit_at(self, target: Target, intent: Intent, positions: Array, values: Array) -> bool:
-        """Weigh `values` into the elements at `positions`; contributions to the same element add up."""
+        """Weigh `values` into the elements at `positions`, in any order; contributions to the same element add up.
+
+        False if some were left out because they are not finite.
+        """
         center = target.array(intent.i)
         unique, inverse = np.unique(positions, return_inverse=True)
+        total = np.zeros(unique.size, values.dtype)  # one value for each element of `unique`, which is sorted
         if unique.size < positions.size:
-            total = np.zeros(unique.size, values.dtype)
             np.add.at(total, inverse, values)
-            values = total
-        old = center[unique]
-        new = old.copy()
-        blocks.weigh(values.copy(), new, intent.a, intent.b)
-        finite = np.isfinite(new)
-        new = np.where(finite, new, old)
+        else:
+            total[inverse] = values
+        new = center[unique]
+        is_clean = blocks.weigh(total, new, intent.a, intent.b)
         room = self.reserve(unique.size * (8 + center.itemsize))
         room[: 8 * unique.size].view(np.int64)[:] = unique
         room[8 * unique.size :].view(center.dtype)[:] = new
@@ -131,7 +132,7 @@ class Stage:
         center[unique] = new
         self._head[_PROGRESS] = 1
         self._end(target, intent)
-        return bool(finite.all())
+        return is_clean
 
     def skip(self, word: int) -> None:
         """Note that a contribution was refused, and so is done with."""
