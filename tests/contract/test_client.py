@@ -411,3 +411,78 @@ def test_array_over_two_gibibytes(client):
     value[[0, 1 << 30, size - 2, size - 1]] = 0, 0, 7, 0
     client.push("large", value, alpha=1, beta=1)
     assert client.pull_at("large", [[0], [1 << 30], [size - 2], [size - 1]]).tolist() == [1, 2, 7, 3]
+
+
+# Threads
+
+
+def test_one_client_serves_several_threads(client):
+    """Each thread gets its own answers, and every push counts once."""
+    count, rounds = 6, 40
+    for k in range(count):
+        client.create(f"a{k}", np.full(20_000, float(k)))
+    client.create("sum", np.zeros(1000))
+    wrong: list[str] = []
+
+    def use(k: int) -> None:
+        try:
+            for _ in range(rounds):
+                if not (client.pull(f"a{k}") == k).all():
+                    wrong.append(f"thread {k} pulled the array of another")
+                client.push("sum", np.ones(1000), alpha=1, beta=1)
+                if not (client.pull_at(f"a{k}", [[k], [0]]) == k).all() or len(client.names()) != count + 1:
+                    wrong.append(f"thread {k} got the elements of another")
+        except Exception as error:
+            wrong.append(f"thread {k}: {error!r}")
+
+    threads = [threading.Thread(target=use, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, f"{len(wrong)} wrong answers: {wrong[:3]}"
+    np.testing.assert_array_equal(client.pull("sum"), count * rounds)
+
+
+def test_thread_that_waits_for_another_s_call_gives_up_at_its_deadline(host):
+    with maniple.Client(timeout_s=0.3) as client:
+        client._lock.acquire()  # a call of this thread is under way
+        failures: list[Exception] = []
+
+        def names() -> None:
+            try:
+                client.names()
+            except HostAway as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=names)
+        thread.start()
+        thread.join(10)
+        client._lock.release()
+        assert "another thread" in str(failures[0])
+
+
+def test_child_of_a_client_that_was_in_use_has_a_connection_of_its_own(client):
+    client.create("a", np.zeros(2))
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with client._lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.push("a", np.ones(2), alpha=1, beta=1)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    done.set()
+    thread.join(10)
+    assert os.waitstatus_to_exitcode(status) == 0
+    np.testing.assert_array_equal(client.pull("a"), 1)
