@@ -25,12 +25,15 @@ import struct
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from maniple.center.locks import ByteLocks, Patience, is_locked
+from maniple.center.memory import Memory
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
+from maniple.record.folder import Folder
 
 NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
@@ -205,7 +208,7 @@ class Segment:
 def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     """Remove the segments whose hosts are dead, after `salvage(segment, run folder)`. Gives what was removed.
 
-    What cannot be saved, for want of disk space say, is left where it is.
+    What cannot be saved, for want of disk space say or because the run folder is gone, is left where it is.
     """
     removed: list[Path] = []
     for path in root.glob(f"{_PREFIX}*"):
@@ -226,6 +229,23 @@ def segment_path(root: Path, lineage: str) -> Path:
 def abandoned(root: Path) -> list[Path]:
     """The segments of this user whose hosts are dead; nothing is changed."""
     return [path for path in sorted(root.glob(f"{_PREFIX}*")) if _is_ours(path) and not is_guarded(path)]
+
+
+def homeless(path: Path) -> Path | None:
+    """Where the run folder of an abandoned segment was, if it is gone and there is a center to save; else None."""
+    with suppress(OSError, msgspec.DecodeError, KeyError):
+        run = _run_of(path)
+        if run_folder(run, path.name.removeprefix(_PREFIX)) is None and _has_center(path):
+            return run
+    return None
+
+
+def _has_center(path: Path) -> bool:
+    return any(Memory.is_ready(file) for kind in ("center-*", "array-*") for file in path.glob(kind))
+
+
+def _run_of(path: Path) -> Path:
+    return Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
 
 
 def is_guarded(path: Path) -> bool:
@@ -266,6 +286,38 @@ def _discard(path: Path) -> None:
         guard.close()
 
 
+def _save_first(segment: Segment, run: Path, salvage: Callable[[Segment, Path], None]) -> None:
+    """Have the center of a dead host saved to its run folder, wherever that is now; an error if it cannot be."""
+    folder = run_folder(run, segment.path.name.removeprefix(_PREFIX))
+    if folder is not None:
+        salvage(segment, folder)
+    elif _has_center(segment.path):
+        raise FileNotFoundError(
+            f"its run folder {run} is gone: moved, or on a file system that is not mounted. {remedy(segment.path)}"
+        )
+
+
+def run_folder(run: Path, lineage: str) -> Path | None:
+    """The folder of the run of this lineage: `run`, or if that was renamed, its new name beside it; else None.
+
+    Another run may have taken the name since, so a folder counts only if its run.json has the lineage.
+    """
+    beside = run.parent.iterdir() if run.parent.is_dir() else ()
+    for folder in (run, *beside):
+        with suppress(OSError, InvalidArgument):
+            if not folder.is_symlink() and Folder(folder).read().get("lineage") == lineage:
+                return folder
+    return None
+
+
+def remedy(path: Path) -> str:
+    """What to do about a center in memory whose run folder is gone."""
+    return (
+        "Put the folder back, and the next run saves the center there; or go on with it from where the folder is now "
+        f"(`maniple run --resume FOLDER ...`). To give the center up, `rm -r {path}`."
+    )
+
+
 def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
     if not (path / "host").exists():
         is_old = time.time() - path.stat().st_mtime > _YOUNG_S
@@ -280,7 +332,7 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
             shutil.rmtree(path, ignore_errors=True)
             return True
         try:
-            run = Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
+            run = _run_of(path)
             segment = Segment(path)
         except (msgspec.DecodeError, KeyError, ValueError, InvalidArgument):
             # Its host was killed while making it, or is making it right now: there is nothing to save yet.
@@ -290,8 +342,7 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
                 raise ValueError("it does not say which run it belongs to") from None
         else:
             try:
-                if run.is_dir():
-                    salvage(segment, run)
+                _save_first(segment, run, salvage)
             finally:
                 segment.close()
         shutil.rmtree(path, ignore_errors=True)
