@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,57 @@ def test_objects_of_the_workers_meet_when_told_to(pool: Pool):
     assert pool.shapes(w) == [(3,)] * 3
     with pytest.raises(InvalidArgument, match="no worker 3"):
         pool.get(w, 3)
+
+
+def test_calls_on_objects_of_the_workers_take_one_or_many(pool: Pool):
+    x, y = np.arange(10.0).reshape(5, 2), np.arange(7)
+    own = pool.scatter([x, pool.data(y)], name=["many x", "many y"])
+    assert [handle.name for handle in own] == ["many x", "many y"]
+    for what in (own, tuple(own), ["many x", own[1]]):
+        for found, expected in zip(pool.gather(what), (x, y), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert pool.shapes(what) == [[(1, 2), (2, 2), (2, 2)], [(2,), (2,), (3,)]]
+        assert pool.lengths(what) == [[1, 2, 2], [2, 2, 3]]
+        assert [value.tolist() for value in pool.get(what, 2)] == [x[3:].tolist(), [4, 5, 6]]
+    everywhere = pool.all_gather(own, name=("all x", "all y"))
+    for rank in range(3):
+        for found, expected in zip(pool.get(everywhere, rank), (x, y), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert pool.gather([own[0]])[0].tolist() == x.tolist()  # a list of one gives a list
+    pool.set(everywhere, 1, [np.ones_like(x), np.full_like(y, 4)])
+    pool.broadcast(everywhere, root=1)
+    pool.all_reduce(["all x", "all y"], "sum")
+    for found, expected in zip(pool.reduce(everywhere, "sum"), (9, 36), strict=True):
+        assert (found == expected).all()
+    pool.drop([*own, "all x", "all y"])
+    with pytest.raises(InvalidArgument, match="there is no object 'all y'"):
+        pool.get("all y")
+    assert pool.gather([]) == []
+
+
+def test_calls_on_what_is_no_object_of_the_pool_are_refused(pool: Pool):
+    w = pool.replicate(np.zeros(2), name="refused")
+    pair = pool.replicate({"a": np.zeros(2), "b": np.zeros(3)})
+    calls: dict[str, Callable[[], Any]] = {
+        "type NoneType names no object of a pool. Pass a handle": lambda: pool.get(None),  # pyright: ignore
+        "type int names no object": lambda: pool.all_gather([w, 3]),  # pyright: ignore
+        "type ndarray names no object": lambda: pool.broadcast(np.zeros(2)),  # pyright: ignore
+        "'refused' is given twice": lambda: pool.all_reduce([w, "refused"]),
+        "there is no object 'nobody'": lambda: pool.drop([w, "nobody"]),  # and nothing is dropped
+        "1 was given as values for a list of 2": lambda: pool.set([w, pair], 0, [np.zeros(2)]),
+        "type ndarray was given as values for a list of 1": lambda: pool.set([w], 0, np.zeros(1)),
+        "type str was given as name for a list of 1": lambda: pool.all_gather([w], name="one"),
+        "no name for one object": lambda: pool.all_gather(w, name=["one"]),  # pyright: ignore
+        "type int has no axis 0 to split": lambda: pool.scatter([1, 2, 3]),
+        "holds 2 arrays, and all_gather is for one": lambda: pool.all_gather(pair),
+        "without axes": lambda: pool.lengths(pool.replicate(np.array(1.0))),
+        "rank 0.5 is no whole number": lambda: pool.set(w, 0.5, np.zeros(2)),  # pyright: ignore
+    }
+    for message, call in calls.items():
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+    assert pool.lengths(w) == [2, 2, 2]
+    assert pool.lengths(pair) == [[2, 3]] * 3
 
 
 def test_updates_of_slices_see_the_old_values_and_are_applied_once(pool: Pool):
