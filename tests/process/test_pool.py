@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,6 +173,53 @@ def test_objects_of_the_workers_meet_when_told_to(pool: Pool):
     assert pool.shapes(w) == [(3,)] * 3
     with pytest.raises(InvalidArgument, match="no worker 3"):
         pool.get(w, 3)
+
+
+def test_values_that_do_not_fit_into_data_are_refused_and_change_nothing(pool: Pool):
+    cases: list[tuple[str, Any, str]] = [
+        ("int8", 300, "300 does not fit into data of dtype int8, which holds -128 to 127"),
+        ("uint8", -1, "-1 does not fit into data of dtype uint8, which holds 0 to 255"),
+        ("int64", 2**63 + 5, "9223372036854775813 does not fit into data of dtype int64"),
+        ("float16", 1e5, "100000.0 does not fit into data of dtype float16, which holds up to 65504"),
+        ("float16", 70_000, "70000 does not fit into data of dtype float16"),
+        ("complex64", 1e300j, "does not fit into data of dtype complex64"),
+        ("int32", float("nan"), "float64 values do not fit into data of dtype int32"),
+        ("int8", np.int64(5), "int64 values do not fit into data of dtype int8"),
+        ("U3", "longer", "longer does not fit into data of dtype <U3"),
+    ]
+    for dtype, value, message in cases:
+        data = pool.data(np.ones(2, dtype))
+        many = np.array([value, value]) if hasattr(value, "dtype") else [value, value]
+        for act in (
+            lambda data=data, value=value: data.__setitem__(0, value),
+            lambda data=data, many=many: data.__setitem__(slice(None), many),
+            lambda data=data, many=many: data.set_value(many),
+        ):
+            with pytest.raises(InvalidArgument, match=re.escape(message)):
+                act()
+        np.testing.assert_array_equal(data, np.ones(2, dtype))
+        data.free()
+
+
+def test_values_that_fit_into_data_are_taken_as_numpy_takes_them(pool: Pool):
+    cases: list[tuple[str, Any]] = [
+        ("int8", -128),
+        ("uint8", 255),
+        ("int64", True),
+        ("float16", 65504),
+        ("float32", 0.1),
+        ("float16", float("inf")),
+        ("float32", float("nan")),
+        ("float64", np.float32(0.1)),
+        ("complex64", 2j),
+    ]
+    for dtype, value in cases:
+        expected, data = np.zeros(3, dtype), pool.data(np.zeros(3, dtype))
+        expected[1], data[1] = value, value
+        np.testing.assert_array_equal(data, expected)
+        data.set_value([value] if not hasattr(value, "dtype") else np.array([value]))
+        np.testing.assert_array_equal(data, expected[1:2])
+        data.free()
 
 
 def test_calls_on_objects_of_the_workers_take_one_or_many(pool: Pool):
