@@ -9,7 +9,7 @@ from maniple import BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Rep
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
 from maniple.circle.alone import Alone
-from maniple.errors import Diverged, InvalidArgument, WaitedTooLong
+from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
 from maniple.place import Place
 from maniple.record import Events
 from maniple.worker.asked import check_pace, check_return
@@ -19,6 +19,7 @@ from maniple.worker.synced import Synced
 class Owner:
     """What a replica asks of its worker."""
 
+    rank = 3
     is_over = False
     is_hurried = False
 
@@ -32,6 +33,9 @@ class Owner:
         pass
 
     def settled(self, replica) -> None:
+        pass
+
+    def mind_absence(self, replica) -> None:
         pass
 
 
@@ -247,6 +251,29 @@ def test_pull_in_the_middle_does_not_forget_what_exchanges_cost(share):
     assert not pace.due(1, 4050.0)  # 2000 s were spent, and the next 100 s would make more than a half
     replica.pull()
     assert not pace.due(1, 4050.0)
+
+
+def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
+    failures: list[tuple[float, float]] = []
+
+    class Recorded(RateLimit):
+        def failed(self, cost_s, spread):
+            failures.append((cost_s, spread))
+            super().failed(cost_s, spread)
+
+    def away(*_):
+        raise HostAway("the host is away")
+
+    pace = Recorded(1.0)
+    replica = share({"w": np.zeros(2)}, EASGD(), pace)
+    pace.expect(100.0, 16)  # instead of what the pull took
+    monkeypatch.setattr(Shared, "exchange", away)
+    with pytest.warns(UserWarning, match="the host is away"):
+        for _ in range(5):
+            replica.step()
+    [(cost_s, spread)] = failures  # the next try is due after 100 s, and not after the next step
+    assert cost_s > 0
+    assert 0 < spread < 1
 
 
 def test_samples_are_counted_as_told(share):

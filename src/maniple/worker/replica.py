@@ -22,6 +22,7 @@ from maniple.worker.progress import Progress
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many workers there are
 _HURRIED_S = 20.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
 
 
@@ -105,7 +106,9 @@ class Replica:
                 "exchange", self._center.exchange, self._model, self._rule, self._memory, moment
             )
         except HostAway as error:
-            self._spent_s += time.perf_counter() - begin
+            cost_s = time.perf_counter() - begin
+            self._spent_s += cost_s
+            self.pace.failed(cost_s, self._worker.rank * _GOLDEN % 1)
             self._mind_absence(error)
             return
         self._is_away = False
