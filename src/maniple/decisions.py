@@ -126,7 +126,7 @@ class Decisions:
             is_best = means is not None and self._settled(who, number_of(means, "loss", request))
             return {"best": is_best, "stop": bool(self.known.reason), "means": means}
         if request == "validated":
-            is_best = self._settled(who, number_of(info, "loss", request))
+            is_best = self._settled(who, number_of(info, "loss", request), is_published=bool(info.get("published")))
             return {"best": is_best, "stop": bool(self.known.reason)}
         if request == "keep":
             return {"name": self._keep(count_of(info, "epoch", request))}
@@ -155,13 +155,18 @@ class Decisions:
         known.validator, known.validated_at = who, self.batches
         return "validate"
 
-    def _settled(self, who: Holder, loss: float) -> bool:
-        """The center's loss is known; True if it is the best so far, and kept."""
+    def _settled(self, who: Holder, loss: float, *, is_published: bool = False) -> bool:
+        """The center's loss is known; True if it is the best so far, and kept.
+
+        `is_published`: the center is what was validated, and the candidate is older.
+        """
         if self.known.validator not in {None, who}:  # it was given up, and another looks at another center
             return False
         is_best, powers = self.validated(who, loss), self.powers
-        if powers is not None:
-            powers.keep_best(self.known.bests) if is_best else powers.discard_candidate()
+        if powers is not None and (is_published or not is_best):
+            powers.discard_candidate()
+        if powers is not None and is_best:
+            powers.keep_best(self.known.bests)
         return is_best
 
     def _keep(self, epoch: int) -> str | None:

@@ -332,3 +332,13 @@ def test_validation_of_a_worker_that_was_given_up_changes_nothing():
     assert one.answer(A, "validated", {"loss": 0.1}) == {"best": False, "stop": False}
     assert one.answer(B, "validated", {"loss": 0.5}) == {"best": True, "stop": False}
     assert (one.known.best, one.known.bests) == (0.5, 1)
+
+
+def test_a_center_that_was_published_for_its_validation_is_kept_and_not_the_older_candidate():
+    made = decided(validate_every=1)
+    made.powers = kept = Kept()
+    made.count(A, 1, 0)
+    assert made.answer(A, "next", {}) == "validate"
+    assert made.answer(A, "validated", {"loss": 1.0, "published": True})["best"]
+    assert made.answer(B, "validated", {"loss": 0.5})["best"], "that of another rule: the candidate, if there is one"
+    assert kept.acts == ["candidate", "discard", "best", "best"]
