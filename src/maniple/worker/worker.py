@@ -271,6 +271,8 @@ class Worker(Calls):
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
         self._changing.mind(self._replicas)
+        if self._stop is not None:
+            self._stop.stepped()
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
 
