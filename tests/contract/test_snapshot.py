@@ -15,10 +15,17 @@ from maniple.center.arrays import Brought, array_file
 from maniple.center.snapshot import check_snapshot, newest_snapshot, prune, restore, snapshots, write_snapshot
 from maniple.center.stage import Stage, word_of
 from maniple.contracts import Entry, Moment
+from maniple.controller import Controller
 from maniple.errors import InvalidArgument
 from maniple.host import Host
-from maniple.record import Folder, read_events
+from maniple.host.best import Best
+from maniple.host.desk import Desk
+from maniple.host.keeping import keep
+from maniple.host.restored import Restored
+from maniple.place import Limits
+from maniple.record import Events, Folder, read_events
 from maniple.record.folder import write_whole
+from maniple.wire.messages import Request
 
 from ..limits import file_limit
 
@@ -333,3 +340,79 @@ def test_successor_that_cannot_begin_leaves_the_surviving_center_where_it_is(mem
     third = Host.resume(memory, tmp_path / "run", {})
     assert "survived" in third.news[0]
     third.close(0)
+
+
+def validate(host: Host, w: float, loss: float) -> bool:
+    """Set the center to `w`, and tell a server's desk of its loss; True if it was the best so far."""
+    center = share(host.segment, {"w": np.zeros(2)})
+    center.push(adapt({"w": np.full(2, float(w))}))
+    center.close()
+    best = Best(
+        host.folder.center, lambda name: keep(host.segment, host.folder, host.lineage, host._restored, name=name)
+    )
+    desk = Desk(Controller(), host.segment, Events(None), Limits(), best)
+    question = Request(int(1000 * time.monotonic()), "validated", 0, 1, 0, 0)
+    return json.loads(desk.answer("w", question, {"loss": loss}))["best"]
+
+
+def best_of(run) -> list[float]:
+    return load_file(run / "center" / "best" / "center-0.safetensors")["w"].tolist()
+
+
+@pytest.fixture
+def went_back(memory, tmp_path):
+    """A run with snapshot 1 at w = 20 and its best at w = 100, validated later."""
+    host = Host.start(memory, tmp_path, "run", {})
+    assert validate(host, 20, loss=5.0)
+    host.save()
+    assert validate(host, 100, loss=1.0)
+    host.close(0)
+    return tmp_path / "run"
+
+
+def test_best_of_a_time_that_the_run_has_gone_back_behind_is_put_aside(memory, went_back):
+    host = Host.resume(memory, went_back, {}, which="1")
+    assert "it is kept as best-000002-abandoned-1" in host.news[-1]
+    assert not (went_back / "center/best").is_symlink(), "the best of that time was removed for its successor"
+    assert validate(host, 30, loss=7.0), "so the next is the best of what there is"
+    assert best_of(went_back) == [30, 30]
+    assert validate(host, 40, loss=3.0)
+    assert best_of(went_back) == [40, 40]
+    host.close(0)
+    aside = Host.resume(memory, went_back, {}, which="best-000002-abandoned-1")
+    assert share(aside.segment, {"w": np.zeros(2)}).read(0).tolist() == [100, 100], "it can be gone back to"
+    aside.close(0)
+
+
+def test_run_that_goes_on_from_its_best_or_from_a_later_snapshot_keeps_it(memory, went_back):
+    for which in ("best", None):
+        host = Host.resume(memory, went_back, {}, which=which)
+        assert len(host.news) == 1
+        assert not validate(host, 30, loss=3.0), "1.0 is better"
+        assert best_of(went_back) == [100, 100]
+        host.close(0)
+    host = Host.resume(memory, went_back, {})
+    assert validate(host, 50, loss=0.5)
+    assert best_of(went_back) == [50, 50]
+    host.close(0)
+
+
+def test_host_that_was_killed_while_going_back_has_its_best_put_aside_by_the_next(memory, went_back):
+    host = Host.resume(memory, went_back, {}, which="1")
+    (went_back / "center/best-000002-abandoned-1").rename(
+        went_back / "center/best-000002"
+    )  # as if it had not come to it
+    Restored(1, snapshot="snapshot-000001").write(host.segment.path)
+    host.segment.close()
+    again = Host.resume(memory, went_back, {})
+    assert "survived" in again.news[0] and "best-000002-abandoned-1" in again.news[1]
+    again.close(0)
+
+
+def test_best_is_not_removed_for_a_better_one_that_cannot_be_written(memory, tmp_path):
+    host = Host.start(memory, tmp_path, "run", {})
+    assert validate(host, 20, loss=5.0)
+    (host.folder.center / "candidate").write_text("in the way")
+    assert validate(host, 30, loss=4.0)
+    assert best_of(tmp_path / "run") == [20, 20]
+    host.close(0)

@@ -13,6 +13,7 @@ from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
 from maniple.place import Place
 from maniple.record import Events
 from maniple.worker.asked import check_pace, check_return
+from maniple.worker.logged import logged
 from maniple.worker.synced import Synced
 
 
@@ -340,3 +341,25 @@ def test_worker_that_was_started_again_cannot_enter_two_circles(share):
 def test_first_of_the_workers_are_refused_what_needs_all_of_them(rule, wire, reason):
     with pytest.raises(InvalidArgument, match=rf"{reason}.*use BSP|{reason}.*Use BSP"):
         check_pace(rule, Every(1), Alone(), wire)
+
+
+@pytest.mark.parametrize("rule", [EASGD(), Downpour(), BSP(), LocalSGD(1), MSync()], ids=repr)
+def test_what_is_logged_inside_of_center_is_told_of_the_center_whatever_the_rule(share, rule):
+    replica = share({"w": np.zeros(3)}, rule)
+    with replica.center():
+        assert logged({"accuracy": 0.8}, [replica]) == {"step": 0, "accuracy": 0.8, "center": True}
+        with pytest.raises(InvalidArgument, match=r"another `with replica.center\(\):` was opened"), replica.center():
+            pass
+    assert logged({"accuracy": 0.8}, [replica]) == {"step": 0, "accuracy": 0.8}
+
+
+def test_with_gradients_the_center_is_what_was_validated_before_the_controller_hears_of_it(share, segment):
+    params = {"w": np.zeros(3)}
+    replica = share(params, BSP())
+    params["w"][:] = (0.1, 0.2, 0.3)
+    with replica.center():
+        assert replica.publish_validated()
+    center = Shared.open(segment, segment.path / "center-0")
+    assert center.read(0).tolist() == [0.1, 0.2, 0.3]
+    center.close()
+    assert not share({"w": np.zeros(3)}, EASGD()).publish_validated(), "of the center it is the controller's matter"

@@ -78,3 +78,13 @@ def test_indices_are_plain_integers():
 def test_fewer_samples_than_workers_are_refused():
     with pytest.raises(InvalidArgument, match="3 samples cannot be shared by 4 workers"):
         samplers(3, 4)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_shares_for_validation_have_each_sample_once_whether_or_not_they_divide(count, world, shuffle):
+    workers = samplers(count, world, shuffle=shuffle, is_whole=True)
+    for _ in range(2):
+        shares = [list(worker) for worker in workers]
+        assert sorted(index for share in shares for index in share) == list(range(count))
+        assert [len(share) for share in shares] == [len(worker) for worker in workers]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -246,6 +246,18 @@ def test_a_run_of_which_nothing_is_known_yet(written):
 # Curves
 
 
+def test_values_logged_with_center_false_are_the_worker_s_own(written):
+    written.row(0, "join", 0)
+    written.row(0, "log", 1, step=1, loss=4.0, center=False)
+    written.row(0, "log", 2, step=1, loss=0.5, center=True)
+    story = written.story()
+    assert {rank: series.ys.tolist() for rank, series in story.logged.named["loss"].items()} == {
+        0: [4.0],
+        CENTER: [0.5],
+    }
+    assert story.standings[0].loss == 4.0
+
+
 def test_curves_of_workers_and_of_the_center(written):
     for rank in (0, 1):
         written.row(rank, "log", 1, step=1, loss=1.0 + rank, note="a word", flag=True)

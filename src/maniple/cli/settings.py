@@ -99,7 +99,11 @@ def settings(command: Command) -> Command:
                 "--max-epochs", type=int, default=0, metavar="N", help="Stop after N epochs of worker.sampler."
             ),
             click.option(
-                "--total-duration", type=float, default=0.0, metavar="SECONDS", help="Stop after so many seconds."
+                "--total-duration",
+                type=float,
+                default=0.0,
+                metavar="SECONDS",
+                help="Stop after so many seconds of training, from the first step of any worker on.",
             ),
             click.option(
                 "--validate-every",

@@ -101,8 +101,9 @@ class Desk:
 
     def keep_best(self, number: int) -> None:
         """What was validated last is the best so far, for the `number`-th time."""
-        if (path := self._trying(lambda: self._best.keep(number))) is not None:
-            self._events.write("best", loss=self._controller.decisions.known.best, name=path.name)
+        loss = self._controller.decisions.known.best
+        if (path := self._trying(lambda: self._best.keep(number, loss))) is not None:
+            self._events.write("best", loss=loss, name=path.name)
 
     def keep_epoch(self, number: int) -> str | None:
         """Keep the center as it is now, after so many epochs; gives the snapshot's name."""

@@ -21,7 +21,16 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.keeping import begin_again, find_again, is_overtaken, keep, save, set_most, unfinished
+from maniple.host.keeping import (
+    abandon_bests,
+    begin_again,
+    find_again,
+    is_overtaken,
+    keep,
+    save,
+    set_most,
+    unfinished,
+)
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 from maniple.record.versions import versions
@@ -147,7 +156,8 @@ class Host:
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 find_again(segment, path, manifest)
-                Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
+                saved = 0.0 if is_all else manifest.saved
+                Restored(count, saved, manifest.applied, path.resolve().name).write(segment.path)
                 for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                     segment.mark(rank, DEAD)
                 segment.made()
@@ -161,6 +171,9 @@ class Host:
             news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
             host = cls(folder, segment, lineage, asked, most=most)
             host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
+        for name in abandon_bests(segment, folder):
+            host.events.write("abandoned", name=name)
+            news.append(f"the best center was validated after that: it is kept as {name}, and center/best begins anew")
         begin_again(segment)
         host.news = news
         return host

@@ -13,6 +13,7 @@ from maniple.center.locks import held
 from maniple.center.segment import Segment
 from maniple.center.snapshot import Manifest, prune, restore, write_snapshot
 from maniple.errors import InvalidArgument
+from maniple.host.best import go_back
 from maniple.host.desk import Minutes
 from maniple.host.restored import Restored
 from maniple.record import Folder
@@ -93,6 +94,21 @@ def begin_again(segment: Segment) -> None:
     minutes = Minutes.read(segment.path)
     minutes.known.begin_again()
     minutes.write(segment.path)
+
+
+def abandon_bests(segment: Segment, folder: Folder) -> list[str]:
+    """After a restore: put aside what was validated as the best after the snapshot; gives the new names.
+
+    The segment remembers that this is to be done, so a host that adopts it after a kill does it.
+    """
+    restored = Restored.read(segment.path)
+    if not restored.snapshot:
+        return []
+    minutes = Minutes.read(segment.path)
+    abandoned = go_back(folder.center, minutes.known, restored.snapshot, restored.count)
+    minutes.write(segment.path)
+    msgspec.structs.replace(restored, snapshot="").write(segment.path)
+    return abandoned
 
 
 def forget_changes(segment: Segment, *, rule: bool, pace: bool) -> None:

@@ -15,6 +15,7 @@ class Restored(msgspec.Struct):
     count: int = 0  # how often this lineage began again from a snapshot
     saved: float = 0.0  # when that snapshot was written; 0: nothing was contributed after it
     applied: dict[str, dict[str, list[int]]] = {}  # worker -> center -> each parameter's word at its copy
+    snapshot: str = ""  # the snapshot's name, until what was validated after it is put aside
 
     @classmethod
     def read(cls, segment: Path) -> "Restored":

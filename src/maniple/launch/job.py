@@ -19,7 +19,7 @@ from maniple.spec import arguments, split
 from maniple.wire.address import Address
 from maniple.wire.codecs import codec
 
-_SNAPSHOT = re.compile(r"\d+|best|epoch-\d+")
+_SNAPSHOT = re.compile(r"\d+|best|epoch-\d+|best-\d+-abandoned-\d+")
 
 
 @dataclass(frozen=True)

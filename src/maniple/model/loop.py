@@ -42,10 +42,11 @@ class Loop:
         self._replica = worker.share(shareable(model.params), self._optimizer)
         self._replica.samples = getattr(model.data, "batch_size", 1)
         self._is_together = self._replica.rule.meets != "center" and worker.world > 1
-        self._looks: Sampler | Shard | None = None
         # Where there is a controller, not by a call of the circle: a worker that comes back belongs to the circle of
         # gradients before it makes its first call, so the others would wait for it there, and it for them here.
-        if not self._is_together or place.segment is not None or place.address is not None:
+        self._is_controlled = not self._is_together or place.segment is not None or place.address is not None
+        self._looks: Sampler | Shard | None = None
+        if not self._is_together:
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
         self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
@@ -140,15 +141,22 @@ class Loop:
         part = {"batches": batches, "samples": weight, "seconds": time.perf_counter() - begin}
         if batches:
             self._recorder.looked(part, means)
-        whole = self._met(means, weight) if self._looks is None else self._gathered(means, part, epoch)
+        whole = self._gathered(means, part, epoch) if self._is_controlled else self._met(means, weight)
         if whole:
-            self._recorder.found(whole, is_told=self._looks is not None or worker.rank == 0)
+            self._recorder.found(whole, is_told=self._is_controlled or worker.rank == 0)
         return whole
 
     def _shares(self) -> range:
-        """The validation batches of a worker that meets the others; who has none looks at one of theirs."""
-        of, rank = self._model.data.n_batch_val, self._worker.rank
-        return range(rank, of, self._worker.world) if rank < of else range(rank % of, rank % of + 1)
+        """The validation batches of a worker that meets the others: each batch is of one of those in the last round.
+
+        Without a controller all workers make one call with what they have found, so who has no batch looks at one of
+        the others'.
+        """
+        of, rank, world = self._model.data.n_batch_val, self._worker.rank, self._worker.world
+        if not self._is_controlled:
+            return range(rank, of, world) if rank < of else range(rank % of, rank % of + 1)
+        members = tuple(range(world)) if self._replica.members is None else self._replica.members
+        return range(members.index(rank), of, len(members)) if rank in members else range(0)
 
     def _met(self, means: Means, weight: float) -> Means:
         """The means over all workers, who meet for them; the first tells the controller."""

@@ -131,23 +131,25 @@ class Shard(Order):
     """A fixed share: worker r takes places r, r + world, r + 2 world ... of each epoch's order.
 
     All workers take equally many: the last `count % world` samples of an epoch's order are left out, others in
-    each epoch. Two runs of the same seed take the same samples.
+    each epoch. With `is_whole`, for validation, none is left out: shares may differ by one sample, and with fewer
+    samples than workers some are empty. Two runs of the same seed take the same samples.
     """
 
-    def __init__(self, count: int, *, rank: int, world: int, **rest: Any) -> None:
+    def __init__(self, count: int, *, rank: int, world: int, is_whole: bool = False, **rest: Any) -> None:
         super().__init__(count, **rest)
-        if count < world:
+        if count < world and not is_whole:
             raise InvalidArgument(
                 f"{count} samples cannot be shared by {world} workers: each needs at least one. "
                 "Use fewer workers or more data."
             )
         self._rank, self._world = rank, world
+        self._end = count if is_whole else count - count % world
 
     def __len__(self) -> int:
-        return self._count // self._world
+        return len(range(self._rank, self._end, self._world))
 
     def _chunks(self, epoch: int) -> Iterator[Indices]:
-        yield self.permutation(epoch)[self._rank : len(self) * self._world : self._world]
+        yield self.permutation(epoch)[self._rank : self._end : self._world]
 
 
 class Sampler(Order):

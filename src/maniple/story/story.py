@@ -192,7 +192,7 @@ class Story:
     def _note_logged(self, rank: int, standing: Standing, rows: list[Row]) -> None:
         self.logged.note(rank, rows)
         self.until = max(self.until, rows[-1]["timestamp"])
-        losses = (row["loss"] for row in reversed(rows) if "loss" in row and "center" not in row)
+        losses = (row["loss"] for row in reversed(rows) if "loss" in row and not row.get("center"))
         if (loss := next(losses, None)) is not None:
             standing.loss = float(loss)
 

@@ -69,7 +69,7 @@ class Exporting:
         if kind == "progress":
             self._samples[who] = row.get("samples", 0)
             self._give(who, row, {f"progress/{name}": value for name, value in numbers(row).items()})
-        elif kind == "validated" or "center" in row:
+        elif kind == "validated" or row.get("center"):
             self._give(CENTER, row, numbers(row), of=who)
         elif kind == "log":
             self._give(who, row, numbers(row))

@@ -32,6 +32,7 @@ class Replica:
     Attributes:
         pace: when an exchange is due.
         is_center: the model shows the shared parameters, inside of `with replica.center():`.
+        members: the ranks of all in the last round, as each of them knows them; None before the first.
         rounds, waited_s: the rounds in which all workers met, and the time spent waiting for them.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps, total_samples: the steps made and the samples seen so far.
@@ -39,6 +40,7 @@ class Replica:
 
     rounds: int = 0
     waited_s: float = 0.0
+    members: tuple[int, ...] | None = None
 
     def __init__(
         self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
@@ -124,6 +126,13 @@ class Replica:
         """Let the center have what this worker has learned, for instance before it is saved."""
         if self._since_exchange:
             self.exchange()
+
+    def publish_validated(self) -> bool:
+        """Before the controller hears of a validation: set the center to what was validated, if that is this replica.
+
+        With a rule of the center it is not: the center itself was looked at, and goes on changing.
+        """
+        return False
 
     def pull(self) -> None:
         """Set the replica to the center."""

@@ -30,7 +30,7 @@ class Rounds:
     Attributes:
         count: the rounds so far; the same for all who are in the circle.
         waited_s: the time spent waiting for the other workers.
-        last: what the last one did.
+        last: what the last one did; nobody is in it before the first of this process.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Rounds:
         self.circle = circle
         self.count = 0
         self.waited_s = 0.0
-        self.last = Round((circle.rank,))
+        self.last = Round(())
         self._elastic = circle if isinstance(circle, Shared) else None
         self._model, self._rule, self._holder, self._events = model, rule, holder, events
         self._resident, self.flat = resident, resident.flat

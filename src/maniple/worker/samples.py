@@ -46,7 +46,7 @@ class Samples:
         is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
         if static or seat is None or place.deterministic:
-            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
+            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, is_whole=validation, **settings)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
             settings |= {"is_shared": is_trained, "on_wait": on_wait}

@@ -70,6 +70,11 @@ class Synced(Replica):
         return self._rounds.count
 
     @property
+    def members(self) -> tuple[int, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The ranks of all in the last round; not known with a quorum, where late workers have another last round."""
+        return None if self._rule.quorum or not self.rounds else self._rounds.last.ranks
+
+    @property
     def waited_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The time spent waiting for the other workers so far."""
         return self._rounds.waited_s
@@ -176,6 +181,13 @@ class Synced(Replica):
         """Let the center have the replica's values."""
         self._keep()
 
+    def publish_validated(self) -> bool:
+        """With gradients, all replicas are the same and the center is an older one of them: bring it up to date."""
+        if self._gradients is None or self._center is None:
+            return False
+        self._keep()
+        return True
+
     def pull(self) -> None:
         """Not with this rule: a replica changed by itself would no longer be that of the others."""
         raise self._refusal("pull")
@@ -187,11 +199,16 @@ class Synced(Replica):
     @contextmanager
     def center(self) -> Generator[None]:
         """Look at the shared parameters: with gradients the replica has them already."""
-        if self._gradients is not None or self._center is None:
-            yield
+        if self._gradients is None:
+            with super().center():
+                yield
             return
-        with super().center():
+        self._refuse_inside_center("another `with replica.center():` was opened")
+        self.is_center = True
+        try:
             yield
+        finally:
+            self.is_center = False
 
     def finish(self, *, exchange: bool) -> None:
         """Leave the circle; the others go on. The center has what this worker knows."""
@@ -199,7 +216,7 @@ class Synced(Replica):
             return
         for undo in self._undos:
             undo()
-        if exchange and not self.is_center:
+        if exchange and (self._gradients is not None or not self.is_center):
             if self._gradients is None and self._since_exchange:
                 self.exchange()
             is_newest = self._rounds.is_current if self._rounds.is_elastic else self._shadow()

@@ -185,7 +185,8 @@ class Worker(Calls):
                 rules of the circle, where all make the same number of steps.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
-            validation: they are looked at and not trained on.
+            validation: they are looked at and not trained on. Each sample once over all workers, also where shares
+                are fixed: those may differ by one then, so make no collective call inside of this loop.
         """
         count = data if isinstance(data, int) else len(data)
         self._events.write("sampler", size=count, validation=validation)
@@ -210,6 +211,8 @@ class Worker(Calls):
         """
         if request.startswith("maniple-"):
             raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+        if request == "validated" and True in [replica.publish_validated() for replica in self._replicas]:
+            info["published"] = True  # the center is what was validated: it, and no older one, is kept as the best
         if self._seat is not None:
             return self._seat.ask(request, info, timeout_s=timeout_s)
         return self._alone.ask(request, info)
@@ -268,6 +271,8 @@ class Worker(Calls):
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
         self._changing.mind(self._replicas)
+        if self._stop is not None:
+            self._stop.stepped()
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
 
