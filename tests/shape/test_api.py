@@ -83,8 +83,8 @@ def test_models_and_sessions_offer_these_members():
 
 SETTINGS = [
     "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
-    "--max-batches", "--max-epochs", "--maximum-rate", "--name", "--patience", "--quiet", "--resume", "--rule",
-    "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
+    "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet", "--resume",
+    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
     "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip

@@ -181,7 +181,8 @@ def test_torn_last_line_is_passed_over(path, torn):
 
 def test_torn_line_in_the_middle_costs_only_itself(path):
     path.parent.mkdir()
-    path.write_bytes(b'{"step":1}\n{"st\n{"step":3}\n')
+    rows = [json.dumps({"event": "log", "timestamp": 1.5, "step": step}).encode() for step in (1, 3)]
+    path.write_bytes(rows[0] + b'\n{"st\n' + rows[1] + b"\n")
     assert [row["step"] for row in read_events(path)] == [1, 3]
 
 

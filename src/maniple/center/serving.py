@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from maniple.center.allowance import Allowance
 from maniple.center.arrays import ARRAY, array_names, center_file
 from maniple.center.locks import Patience
 from maniple.center.segment import Segment
@@ -16,6 +17,7 @@ from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
 from maniple.center.turns import Left, Superseded, Turn
 from maniple.center.upload import (
     Upload,
+    check_count,
     check_positions,
     check_weights,
     checked_codec,
@@ -52,6 +54,7 @@ from maniple.wire.stream import NEVER_S, TIMEOUT_S
 T = TypeVar("T")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
+_MAX_ASKED = 1 << 20  # items of one exchange, each a parameter of a center or an array
 
 
 class Serving:
@@ -66,13 +69,16 @@ class Serving:
         rank: Callable[[], int],
         included: Callable[[str, str, int, int], bool],
         save: Callable[[str], str],
+        allowance: Allowance,
     ) -> None:
         """`included` tells whether the snapshot that the center was restored from has a contribution, given by
-        worker, center, parameter and word; `save` writes all values to a file of the run folder."""
+        worker, center, parameter and word; `save` writes all values to a file of the run folder; `allowance` grants
+        memory."""
         self._turn, self._stream = turn, turn.stream
         self._segment, self._worker, self._rank = segment, worker, rank
         self._included, self._save = included, save
-        self._stage = Stage.of(segment.path, worker)
+        self._allowance = allowance
+        self._stage = Stage.of(segment.path, worker, allowance.take)
         self._centers: OrderedDict[str, Shared] = OrderedDict()
         self._answers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
@@ -118,10 +124,14 @@ class Serving:
 
     def _open(self, message: Open, size: int) -> None:
         model = Upload(self._stream, self._stage, size)
+        file = center_file(message.center)
+        path = self._segment.path / file
+        if not path.exists() or path.stat().st_size == 0:  # nobody has reserved its memory yet
+            self._allowance.take(model.file_bytes, files=1)
         self._stream.set_timeout(TIMEOUT_S)  # a creator who falls silent must not keep the others from creating
         try:
             center, is_creator = Shared.open_or_create(
-                self._segment, center_file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
+                self._segment, file, model, rank=self._rank(), note=message.note, timeout_s=0
             )
         except WaitedTooLong:
             self._stream.set_timeout(NEVER_S)
@@ -181,6 +191,7 @@ class Serving:
 
     def _take(self, message: Take, size: int) -> None:
         center, array = self._parameter(message.center, 0)
+        check_count(message.count, array)
         expect(size, 8 * message.count)
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
@@ -206,6 +217,7 @@ class Serving:
 
     def _put(self, message: Put, size: int) -> None:
         center, array = self._parameter(message.center, 0)
+        check_count(message.count, array)
         expect(size, message.count * (8 + array.itemsize))
         positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
         self._stream.receive_into(positions)
@@ -226,7 +238,7 @@ class Serving:
     def _ask(self, message: Ask, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < 1 << 38:
             raise BadFrame("a question about items that cannot be.")
-        asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * MAX_ITEMS), np.int64)
+        asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * _MAX_ASKED), np.int64)
         self._finish()
         sequence, done = self._stage.position
         if message.sequence < sequence:

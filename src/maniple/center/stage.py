@@ -71,16 +71,16 @@ def word_of(sequence: int, items: int) -> int:
 class Stage:
     """The stage of one worker."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, allow: Callable[[int], None] | None = None) -> None:
+        self._path, self._allow = path, allow  # `allow` raises if it may not take so many bytes more
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = 0
         self._grow(max(_PAGE, os.fstat(self._file).st_size))
 
     @classmethod
-    def of(cls, segment: Path, worker: str) -> "Stage":
+    def of(cls, segment: Path, worker: str, allow: Callable[[int], None] | None = None) -> "Stage":
         """The stage of worker `worker`, made if it is not there."""
-        return cls(segment / f"{_PREFIX}{worker}")
+        return cls(segment / f"{_PREFIX}{worker}", allow)
 
     @property
     def word(self) -> int:
@@ -209,8 +209,11 @@ class Stage:
         if size <= self._size:
             return
         size = -(-size // _PAGE) * _PAGE
+        there = os.fstat(self._file).st_size
+        if there < size and self._allow is not None:
+            self._allow(size - there)
         try:
-            if os.fstat(self._file).st_size < size:
+            if there < size:
                 os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             raise SharedMemoryFull(

@@ -81,6 +81,15 @@ def settings(command: Command) -> Command:
                 help="A worker elsewhere trains on for so long without its host, then saves its replica and fails.",
             ),
             click.option(
+                "--max-memory",
+                "max_memory_mb",
+                type=float,
+                default=0.0,
+                metavar="MB",
+                help="Workers and clients elsewhere may fill the run's shared memory up to this. Default: 90 % of what "
+                "is free.",
+            ),
+            click.option(
                 "--controller",
                 metavar="FILE.py:CLASS",
                 help="A controller of one's own, derived from maniple.Controller.",

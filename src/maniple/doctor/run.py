@@ -15,6 +15,7 @@ from maniple.launch.board import count
 from maniple.place import shared_memory
 from maniple.record import Folder, Row
 from maniple.record.events import parse_events
+from maniple.record.rows import MAX_ROW_BYTES
 from maniple.wire.posted import FILE, Posted
 
 _LATELY_S = 3600.0
@@ -121,13 +122,13 @@ def look_at_room(case: Case) -> Iterable[Finding]:
 def look_at_losses(case: Case) -> Iterable[Finding]:
     """Workers that were lost or failed lately."""
     folder = _folder(case)
-    lost = [(row["worker"], row) for row in _events(folder.events("server"), "lost") if _is_recent(row)]
+    lost = [(row.get("worker", 0), row) for row in _events(folder.events("server"), "lost") if _is_recent(row)]
     failed = [(rank, row) for rank, row in _rows(folder, "failed") if _is_recent(row)]
     for rank, row in [*lost, *failed][-5:]:
         why = row.get("reason") or row.get("error") or "no reason is known"
         what = "was lost" if row["event"] == "lost" else "failed"
         fix = f"Its last lines, if it was started here: {folder.log(rank)}. Limits of memory and time kill silently."
-        yield warning(f"worker {rank} {what} at {row['datestamp']}: {why}", limit="within the last hour", fix=fix)
+        yield warning(f"worker {rank} {what} at {row.get('datestamp')}: {why}", limit="within the last hour", fix=fix)
     if not lost and not failed:
         yield fine("no worker was lost within the last hour")
 
@@ -163,7 +164,7 @@ def _events(path: Path, event: str) -> list[Row]:
     """The rows of one kind. A long run has gigabytes of others, which are neither kept nor even split into lines."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), path.open("rb") as file:
-        while block := file.read(_BLOCK) + file.readline():
+        while block := file.read(_BLOCK) + file.readline(MAX_ROW_BYTES):
             lines += _lines_with(f'"event":"{event}"'.encode(), block)
     return [row for row in parse_events(lines) if row["event"] == event]
 

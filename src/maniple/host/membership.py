@@ -11,6 +11,7 @@ from maniple.record import Events
 from maniple.wire.messages import Join
 from maniple.wire.stream import Stream
 
+_MAX_NODE = 255  # characters of a machine's name
 _RETURN_S = 10.0  # for a process that lives and whose connection has broken
 
 
@@ -66,6 +67,8 @@ class Membership:
 
     def join(self, worker: str, stream: Stream, said: Join) -> tuple[int, int]:
         """A worker has come, or come back; gives its rank and how often that was taken."""
+        if not (0 <= said.pid < 1 << 31 and len(said.node) <= _MAX_NODE and said.node.isprintable()):
+            raise BadFrame(f"process {said.pid} on {said.node[:_MAX_NODE]!r} cannot be a worker.")
         is_ours = said.is_near or said.is_expected  # the launcher has started it, with a rank of its own
         with self._lock:
             self._mind_guests(said)

@@ -45,6 +45,7 @@ class Job:
     wire: str | None = None  # how values travel to workers elsewhere
     listen: Listen | None = None  # for workers elsewhere; None: this machine's shared memory only
     host_deadline_s: float = HOST_DEADLINE_S
+    max_memory_mb: float = 0.0  # what workers elsewhere may take of shared memory; 0: most of what is free
     circle: str | None = None  # what carries rounds; None: what fits
     circle_deadline_s: float = CIRCLE_DEADLINE_S
     deterministic: bool = False  # two runs make the same, to the bit
@@ -115,6 +116,10 @@ class Job:
             raise InvalidArgument(f"--snapshot-epochs {self.snapshot_epochs} is below 0. Write 5; 0 keeps none.")
 
     def _check_circle(self) -> None:
+        if not 0 <= self.max_memory_mb < float("inf"):
+            raise InvalidArgument(
+                f"--max-memory {self.max_memory_mb:g}: megabytes above 0. Write 8000, or leave it out."
+            )
         if not self.circle_deadline_s > 0:
             raise InvalidArgument(f"--circle-deadline {self.circle_deadline_s:g}: seconds above 0. Write 600.")
         if self.circle == "shared" and self.hosts:

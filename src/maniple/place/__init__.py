@@ -63,6 +63,7 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    max_memory_mb: float = 0.0  # what workers elsewhere may take of the host's shared memory; 0: most of it
     host_file: Path | None = None  # host.json of the run folder, where a host that has moved is found again
     join_deadline_s: float = JOIN_DEADLINE_S  # for so long a worker that starts waits for its host
     is_queued: bool = False  # a batch queue starts the workers, each when there is room for it
@@ -128,6 +129,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_MAX_MEMORY": place.max_memory_mb or None,
         "MANIPLE_HOST_FILE": place.host_file,
         "MANIPLE_JOIN_DEADLINE": place.join_deadline_s,
         "MANIPLE_QUEUED": 1 if place.is_queued else None,
@@ -172,6 +174,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=path_in(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        max_memory_mb=seconds(env, "MANIPLE_MAX_MEMORY", 0.0),
         host_file=path_in(env, "MANIPLE_HOST_FILE"),
         join_deadline_s=seconds(env, "MANIPLE_JOIN_DEADLINE", JOIN_DEADLINE_S),
         is_queued=flag(env, "MANIPLE_QUEUED"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-Row = dict[str, Any]
+from maniple.record.rows import MAX_ROW_BYTES, BadRow, Row, decode_row
 
 
 class Events:
@@ -95,6 +95,9 @@ class Tail:
         """The same, a megabyte at a time: files of a long run are larger than what a reader wants to hold."""
         while piece := self._piece():
             *complete, self._rest = (self._rest + piece).split(b"\n")
+            if len(self._rest) > MAX_ROW_BYTES:  # a line without an end comes in pieces: memory stays bounded
+                complete.append(self._rest)
+                self._rest = b""
             if complete:
                 yield complete
 
@@ -117,11 +120,11 @@ class Tail:
 
 
 def parse_events(lines: list[bytes]) -> Iterator[Row]:
-    """The rows in `lines`; a line cut by a full disk or a crash is passed over."""
+    """The rows in `lines`; what was cut by a full disk or a crash, or cannot be a row of maniple's, is passed over."""
     for line in lines:
         try:
-            yield msgspec.json.decode(line, type=Row)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            yield decode_row(line)
+        except BadRow:
             continue
 
 

@@ -22,9 +22,20 @@ from typing import Any
 import msgspec
 
 from maniple.errors import InvalidArgument
+from maniple.record.rows import Moment
 
 SUBMITTED = "submit.json"
 _STOP = "stop"
+
+
+class _Described(msgspec.Struct):
+    """The parts of run.json that readers look into."""
+
+    asked: dict[str, Any] | None = None
+    versions: dict[str, Any] | None = None
+    lineage: str | None = None
+    exit_code: int | None = None
+    ended: Moment | None = None
 
 
 class Folder:
@@ -111,8 +122,10 @@ class Folder:
         """What run.json says; nothing if there is none."""
         path = self.path / "run.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
-        except msgspec.MsgspecError as error:
+            about = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+            msgspec.convert(about, _Described)
+            return about
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidArgument(
                 f"{path} is not what maniple has written: {error}. Is {self.path.name} a run folder? Give runs/NAME."
             ) from None

@@ -1,6 +1,8 @@
 """Where the time of a model's training went, from the rows of a run. Pure, but for `read_times`."""
 
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,12 @@ class Epoch:
 
     def add(self, row: Row) -> None:
         """Some batches of it."""
-        batches = int(row["batches"])
-        self.loss = (self.loss * self.batches + float(row["loss"]) * batches) / max(1, self.batches + batches)
+        batches, loss, split = int(row["batches"]), float(row["loss"]), [float(row[part]) for part in PARTS]
+        self.loss = (self.loss * self.batches + loss * batches) / max(1, self.batches + batches)
         self.batches += batches
         self.lr = row.get("lr")
-        for part in PARTS:
-            self.split[part] += float(row[part])
+        for part, seconds in zip(PARTS, split, strict=True):
+            self.split[part] += seconds
 
 
 @dataclass
@@ -64,11 +66,12 @@ def gather(rows: Mapping[int, Iterable[Row]]) -> Times:
     for rank, own in rows.items():
         epochs: dict[int, Epoch] = {}
         for row in own:
-            if row.get("event") == "times":
-                number = int(row["epoch"])
-                epochs.setdefault(number, Epoch(number)).add(row)
-            elif row.get("event") == "validated":
-                times.validated[int(row["epoch"])] = _means(row)
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # rows that somebody else has made up
+                if row.get("event") == "times":
+                    number = int(row["epoch"])
+                    epochs.setdefault(number, Epoch(number)).add(row)
+                elif row.get("event") == "validated":
+                    times.validated[int(row["epoch"])] = _means(row)
         if epochs:
             times.workers[rank] = [epochs[number] for number in sorted(epochs)]
     return times
@@ -83,4 +86,8 @@ def shares(split: Mapping[str, Any]) -> str:
 
 def _means(row: Row) -> dict[str, float]:
     about = {"event", "timestamp", "datestamp", "worker", "step", "epoch", "dropped"}
-    return {name: float(value) for name, value in row.items() if name not in about}
+    return {name: float(value) for name, value in row.items() if name not in about and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, int | float) and abs(value) <= sys.float_info.max) or value in ("nan", "inf", "-inf")

@@ -14,7 +14,8 @@ from maniple.sampler.lease import Holder, Lease, Terms, Verdict
 from maniple.sampler.table import MOST_LEASES, Table
 
 TERMS, LEASE = "maniple-terms", "maniple-lease"  # the two questions
-_MOST_SAMPLERS = 1 << 16
+_MOST_SAMPLERS = 1 << 10  # each has a table of 256 KB in memory
+_MOST_SAMPLES = 1 << 53
 
 _OPEN_S = 60.0
 _LEASE_S = 5.0  # for so long a worker waits for its next samples; then it trains on without a lease
@@ -54,7 +55,9 @@ class Tables:
             raise InvalidArgument(f"{question!r} came with {error}. Worker and host must have one version.") from None
         slots = {*wish.held, *wish.drawn, *wish.done, *wish.back}
         is_sound = (
-            0 <= wish.sampler < _MOST_SAMPLERS and wish.epoch < 1 << 30 and min(wish.terms.count, wish.terms.chunk) > 0
+            0 <= wish.sampler < _MOST_SAMPLERS
+            and -1 <= wish.epoch < 1 << 30
+            and all(0 < number < _MOST_SAMPLES for number in (wish.terms.count, wish.terms.chunk))
         )
         if not is_sound or not all(0 <= slot < MOST_LEASES for slot in slots):
             raise InvalidArgument(f"{question!r} came with numbers that no sampler has: {info}.")

@@ -144,7 +144,7 @@ class Story:
         elif "worker" in row:
             self._note_member(kind, row, when)
         if "live" in row:
-            self.live.add([when], [row["live"]])
+            self.live.add([when], [float(row["live"])])
         self._happen(row)
 
     def _note_member(self, kind: str, row: Row, when: float) -> None:
