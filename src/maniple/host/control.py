@@ -12,6 +12,7 @@ from maniple.host.desk import Desk
 from maniple.host.membership import Membership
 from maniple.place import Place
 from maniple.record import Folder
+from maniple.record.events import append_rows
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal, Reply, Request, refusal_of
 from maniple.wire.stream import NEVER_S, Stalled, Stream
 
@@ -28,7 +29,7 @@ class Control:
     ) -> None:
         self._place, self._segment, self._folder = place, segment, folder
         self._members, self._desk, self._turns = members, desk, turns
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self.count = 0  # connections of workers that have joined
 
     def attend(self, stream: Stream, worker: str, is_over: Callable[[], bool]) -> None:
@@ -88,9 +89,7 @@ class Control:
             if not isinstance(beat, Beat):
                 raise BadFrame("a worker's beat was expected.")
             new = stream.receive_bytes(size, at_most=_MAX_ROWS_BYTES)
-            if new and self._members.is_news(worker, beat.number):
-                with self._folder.events(who[0]).open("ab", buffering=0) as rows:
-                    rows.write(new)
+            is_full = bool(new) and not self._write(worker, who[0], beat.number, bytes(new))
             within_s, reason = self._desk.beat(who, beat.steps, beat.samples)
             if beat.is_last:
                 self._members.leave(worker, is_early=beat.is_early)
@@ -99,6 +98,20 @@ class Control:
             if is_over():
                 stream.send(Refusal("RunOver", "the run has ended"))
                 return
-            stream.send(Beaten(self._members.live, within_s, reason, self._desk.changes))
+            stream.send(Beaten(self._members.live, within_s, reason, self._desk.changes, is_full))
             if beat.is_last:
                 return
+
+    def _write(self, worker: str, rank: int, number: int, rows: bytes) -> bool:
+        """Write a worker's rows, if they are not written yet; False if that is not possible now, for want of room say.
+
+        Then the worker keeps them, and stays a member: rows are no reason to cut it off from the center.
+        """
+        with self._writing:
+            if self._members.is_news(worker, number):
+                try:
+                    append_rows(self._folder.events(rank), rows)
+                except OSError:
+                    return False
+                self._members.heard(worker, number)
+        return True
