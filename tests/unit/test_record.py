@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument, ManipleError
 from maniple.record import Events, Folder, Tail, read_events
+from maniple.record.events import append_rows
 from maniple.record.folder import fresh_name, write_json
+from tests.limits import file_limit
 from tests.unit.engines import engine
 
 
@@ -74,6 +76,19 @@ def test_rows_of_a_restarted_worker_follow_those_before(path):
         events.write("log", step=step)
         events.close()
     assert [row["step"] for row in read_events(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_row_that_a_kill_has_cut_costs_only_itself(path, cut):
+    path.parent.mkdir()
+    row = b'{"event":"log","timestamp":1.0,"datestamp":"2026-11-17 12:00","worker":0,"step":1}\n'
+    path.write_bytes(row + row[:cut])
+    for step in (2, 3):
+        events = Events(path, worker=0)
+        events.write("log", step=step)
+        events.close()
+    assert [row["step"] for row in read_events(path)][-2:] == [2, 3]
+    assert b"\n\n" not in path.read_bytes()
 
 
 def test_numpy_values_become_numbers_and_lists(path):
@@ -164,6 +179,32 @@ def test_rows_lost_to_a_full_disk_are_counted_in_the_next_that_is_written(path, 
     rows = read_events(path)
     assert [row["step"] for row in rows] == [0, 3, 4]
     assert [row.get("dropped") for row in rows] == [None, 2, None]
+
+
+# Rows that another process has sent
+
+
+@pytest.mark.parametrize("before", ["", "whole\n", "whole\ncut"])
+def test_rows_that_were_sent_are_appended_once_wherever_a_try_was_cut(path, before):
+    path.parent.mkdir()
+    rows = b'{"step":1,"timestamp":1.0}\n{"step":2,"timestamp":2.0}\n'
+    whole = before.encode() + (b"\n" if before.endswith("cut") else b"") + rows
+    for cut in range(len(before), len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        append_rows(path, rows)
+        assert path.read_bytes() == whole, cut
+        append_rows(path, rows)  # sent again, since the answer was lost
+        assert path.read_bytes() == whole, cut
+
+
+def test_rows_that_were_sent_go_on_where_a_full_disk_has_cut_them(path):
+    path.parent.mkdir()
+    rows = b"".join(b'{"step":%d}\n' % step for step in range(100))
+    for limit in (0, 5, 500):
+        with file_limit(limit), pytest.raises(OSError, match="File too large"):
+            append_rows(path, rows)
+    append_rows(path, rows)
+    assert path.read_bytes() == rows
 
 
 # Reading

@@ -15,6 +15,7 @@ from maniple.host.desk import Desk
 from maniple.host.membership import Membership
 from maniple.place import Place
 from maniple.record import Folder
+from maniple.record.events import append_rows
 from maniple.record.rows import MAX_DEPTH, BadRow, decode_row, is_deep
 from maniple.story.rows import bad_progress
 from maniple.wire.messages import Beat, Beaten, Join, Joined, Refusal, Reply, Request, refusal_of
@@ -39,10 +40,11 @@ class Sieve:
         self._count, self._reason = 0, ""  # rejected, and not told yet
         self._next = 0.0
 
-    def passed(self, rows: bytes | bytearray) -> bytes:
-        """Those of `rows` that may be written, each with the end of its line."""
+    def passed(self, rows: bytes) -> tuple[bytes, list[str]]:
+        """Those of `rows` that may be written, each with the end of its line, and what is wrong with the others."""
         kept: list[bytes] = []
-        for line in bytes(rows).split(b"\n"):
+        wrong: list[str] = []
+        for line in rows.split(b"\n"):
             try:
                 if line:
                     decode_row(line)
@@ -50,9 +52,13 @@ class Sieve:
                         raise BadRow(reason)
                     kept.append(line + b"\n")
             except BadRow as error:
-                self._count += 1
-                self._reason = self._reason or str(error)[:200]
-        return b"".join(kept) + self.told()
+                wrong.append(str(error)[:200])
+        return b"".join(kept), wrong
+
+    def note(self, wrong: list[str]) -> None:
+        """Count rejected rows; once for each heartbeat, which comes again if its rows could not be written."""
+        self._count += len(wrong)
+        self._reason = self._reason or next(iter(wrong), "")
 
     def told(self, *, is_last: bool = False) -> bytes:
         """The row that tells of what was rejected, if there is one and it is time."""
@@ -73,7 +79,7 @@ class Control:
     ) -> None:
         self._place, self._segment, self._folder = place, segment, folder
         self._members, self._desk, self._turns = members, desk, turns
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self.count = 0  # connections of workers that have joined
 
     def attend(self, stream: Stream, worker: str, is_over: Callable[[], bool]) -> None:
@@ -131,13 +137,12 @@ class Control:
         try:
             self._hear_all(stream, worker, who, sieve, is_over)
         finally:
-            with suppress(OSError):
-                self._write(who[0], sieve.told(is_last=True))
+            self._tell_rejected(who[0], sieve, is_last=True)
 
-    def _write(self, rank: int, rows: bytes) -> None:
-        if rows:
-            with self._folder.events(rank).open("ab", buffering=0) as file:
-                file.write(rows)
+    def _tell_rejected(self, rank: int, sieve: Sieve, *, is_last: bool = False) -> None:
+        if row := sieve.told(is_last=is_last):
+            with suppress(OSError):
+                append_rows(self._folder.events(rank), row)
 
     def _hear_all(
         self, stream: Stream, worker: str, who: tuple[int, int], sieve: Sieve, is_over: Callable[[], bool]
@@ -148,20 +153,35 @@ class Control:
                 raise BadFrame("a worker's beat was expected.")
             _check_counts(beat)
             new = stream.receive_bytes(size, at_most=_MAX_ROWS_BYTES)
-            if new and self._members.is_news(worker, beat.number):
-                self._write(who[0], sieve.passed(new))
+            is_full = bool(new) and not self._write(worker, who[0], beat.number, bytes(new), sieve)
             within_s, reason = self._desk.beat(who, beat.steps, beat.samples)
             if beat.is_last:
-                self._write(who[0], sieve.told(is_last=True))
                 self._members.leave(worker, is_early=beat.is_early)
                 self._desk.forget(worker)
                 self._turns.forget(worker, self._segment)
             if is_over():
                 stream.send(Refusal("RunOver", "the run has ended"))
                 return
-            stream.send(Beaten(self._members.live, within_s, reason, self._desk.changes))
+            stream.send(Beaten(self._members.live, within_s, reason, self._desk.changes, is_full))
             if beat.is_last:
                 return
+
+    def _write(self, worker: str, rank: int, number: int, rows: bytes, sieve: Sieve) -> bool:
+        """Write a worker's rows, if they are not written yet; False if that is not possible now, for want of room say.
+
+        Then the worker keeps them, and stays a member: rows are no reason to cut it off from the center.
+        """
+        with self._writing:
+            if self._members.is_news(worker, number):
+                kept, wrong = sieve.passed(rows)
+                try:
+                    append_rows(self._folder.events(rank), kept)
+                except OSError:
+                    return False
+                self._members.heard(worker, number)
+                sieve.note(wrong)
+                self._tell_rejected(rank, sieve)
+        return True
 
 
 def _check_counts(said: Beat | Request) -> None:

@@ -32,7 +32,7 @@ class Membership:
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
-        self._beats: dict[str, int] = {}  # the newest beat of each
+        self._beats: dict[str, int] = {}  # the newest beat of each whose rows are written
         self._incarnations: dict[str, int] = {}
         self._near: dict[str, int] = {}  # the process of each
         self._strangers: set[int] = set()  # the ranks of those who have joined by themselves
@@ -131,10 +131,12 @@ class Membership:
         return said.rank
 
     def is_news(self, worker: str, beat: int) -> bool:
-        """The rows of this beat have not come before."""
-        is_news = beat > self._beats.get(worker, 0)
+        """The rows of this beat are not written yet."""
+        return beat > self._beats.get(worker, 0)
+
+    def heard(self, worker: str, beat: int) -> None:
+        """The rows of this beat are written."""
         self._beats[worker] = max(beat, self._beats.get(worker, 0))
-        return is_news
 
     def leave(self, worker: str, *, is_early: bool) -> None:
         """A worker has said goodbye; a guest that goes early may be started again."""

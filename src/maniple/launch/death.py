@@ -15,16 +15,17 @@ def reason(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def last_words(log: Path) -> str:
+def last_words(log: Path, unwritten: bytes = b"") -> str:
     """What it printed last, and where the rest is."""
-    return f"Its last lines ({short(log)}):\n{last_lines(log)}"
+    return f"Its last lines ({short(log)}):\n{last_lines(log, unwritten)}"
 
 
-def last_lines(log: Path) -> str:
-    """What it printed last."""
-    lines: list[str] = []
+def last_lines(log: Path, unwritten: bytes = b"") -> str:
+    """What it printed last; `unwritten` is what a full disk has kept from its log."""
+    text = ""
     with suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        text = log.read_text(errors="replace")
+    lines = (text + unwritten.decode(errors="replace")).splitlines()[-_LAST_LINES:]
     return "\n".join("    " + line for line in lines)
 
 

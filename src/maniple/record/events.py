@@ -32,7 +32,7 @@ class Events:
         self._file = -1
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file, self._is_torn = open_rows(path)
 
     def write(self, event: str, /, **values: Any) -> None:
         """Append one row. A full disk costs rows, never the training: it is said once, and counted."""
@@ -64,7 +64,7 @@ class Events:
             return json.dumps(row, default=str, skipkeys=True).encode()
 
     def _append(self, line: bytes) -> None:
-        if self._is_torn:  # a full disk took a part of a row: end that line first
+        if self._is_torn:  # a full disk or a kill has cut the row before: end that line first
             line = b"\n" + line
         written = os.write(self._file, line)
         self._is_torn = written < len(line)
@@ -77,6 +77,42 @@ class Events:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def open_rows(path: Path) -> tuple[int, bool]:
+    """Open a file to append to; True if it does not end with a newline, because who wrote it was killed meanwhile."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        return file, bool(size) and os.pread(file, 1, size - 1) != b"\n"
+    except OSError:
+        os.close(file)
+        raise
+
+
+def append_rows(path: Path, rows: bytes) -> None:
+    """Append whole rows that another process has sent, exactly once.
+
+    If a try was cut short, by a full disk or a kill, the next one with the same rows goes on where it ended: rows have
+    timestamps, so that what stands at the end of the file already is no other row that happens to be the same.
+    """
+    file, is_cut = open_rows(path)
+    try:
+        size = os.fstat(file).st_size
+        done = _overlap(os.pread(file, len(rows), max(0, size - len(rows))), rows)
+        rest = rows[done:] if done or not is_cut else b"\n" + rows
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    finally:
+        os.close(file)
+
+
+def _overlap(end: bytes, rows: bytes) -> int:
+    """How many bytes of `rows` the file has already, of which `end` is the end."""
+    at = end.find(rows[: rows.find(b"\n") + 1] or rows)
+    if at < 0:  # not even a whole row
+        at = end.rfind(b"\n") + 1
+    return len(end) - at if rows.startswith(end[at:]) else 0
 
 
 class Tail:

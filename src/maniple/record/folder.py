@@ -12,6 +12,7 @@ runs/last -> <name>
 """
 
 import itertools
+import json
 import os
 import shutil
 import time
@@ -141,6 +142,12 @@ def fresh_name(root: Path, script: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` in a form that people can read."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
+
+
+def json_line(value: Any) -> str:
+    """`value` for a program that reads a stream: in ASCII, whatever encoding that stream has."""
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    return text if text.isascii() else json.dumps(json.loads(text))
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
