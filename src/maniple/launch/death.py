@@ -15,16 +15,16 @@ def reason(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def last_words(log: Path) -> str:
-    """What it printed last, and where the rest is."""
-    return f"Its last lines ({short(log)}):\n{last_lines(log)}"
+def last_words(log: Path, *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes, and where the rest is."""
+    return f"Its last lines ({short(log)}):\n{last_lines(log, start=start)}"
 
 
-def last_lines(log: Path) -> str:
-    """What it printed last."""
+def last_lines(log: Path, *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes."""
     lines: list[str] = []
     with suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join("    " + line for line in lines)
 
 
