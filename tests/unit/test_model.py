@@ -19,8 +19,9 @@ from maniple.model.saved import Saved, validate_again
 from maniple.model.validation import VALIDATION, measured, validate
 from maniple.place import Limits
 from maniple.record import Events, Folder
-from maniple.record.times import PARTS, gather
+from maniple.record.times import PARTS, gather, read_times
 from maniple.watch.picture import draw
+from tests.written import T0, Written
 
 
 class Whole:
@@ -399,3 +400,23 @@ def test_a_session_runs_a_model_or_a_script():
             pass
 
         Session(Local)
+
+
+def test_an_epoch_that_was_abandoned_is_not_counted_beside_the_one_that_was_made_instead(tmp_path):
+    written = Written(tmp_path)
+    parts = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "others": 0.0, "lr": 0.1}
+    written.row("host", "start", 0)
+    for at, epoch, loss in ((1, 1, 4.0), (2, 2, 3.0), (5, 3, 100.0)):
+        written.row(0, "times", at, epoch=epoch, batches=10, loss=loss, **parts)
+        written.row(0, "validated", at, epoch=epoch, loss=loss)
+    written.row(0, "times", 6, epoch=4, batches=5, loss=200.0, **parts)
+    written.row("host", "start", 10)
+    written.row("host", "restored", 10, snapshot="epoch-0002", saved=T0 + 3.0, updates=20)
+    written.row(0, "times", 11, epoch=3, batches=10, loss=2.0, **parts)
+    times = read_times(tmp_path)
+    assert [(one.number, one.batches, one.loss) for one in times.workers[0]] == [
+        (1, 10, 4.0),
+        (2, 10, 3.0),
+        (3, 10, 2.0),
+    ]
+    assert sorted(times.validated) == [1, 2], "what validation found of an abandoned epoch is not told either"

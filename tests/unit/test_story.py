@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.launch.board import Board
 from maniple.story import CENTER, Series, Story, look_back
 from maniple.story.clock import samples_at
 from maniple.story.lanes import Lane
@@ -373,3 +374,106 @@ def test_samples_of_all_at_a_moment_are_those_of_each_added_up():
         seen[0].add([x], [first])
         seen[1].add([x], [second])
     assert samples_at(np.array([0.0, 5.0, 10.0, 20.0]), seen).tolist() == [0.0, 75.0, 150.0, 150.0]
+
+
+# A run that was resumed
+
+
+def write_two_lives(written, *, how="restored", end=None):
+    """1,000 samples in 10 s and 20 exchanges; 990 s later, resumed, as many once more."""
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.progress(0, 10, step=20, samples=1000, exchanges=20, elapsed=10.0)
+    if end is not None:
+        written.row("host", "end", 10, exit_code=end)
+    written.row("host", "start", 998, workers=1)
+    written.row("host", how, 998, updates=20, saved=T0 + 10.0)
+    written.row(0, "join", 1000)
+    written.progress(0, 1010, step=20, samples=1000, exchanges=20, elapsed=10.0)
+    return written
+
+
+@pytest.mark.parametrize("how", ["restored", "adopted"])
+def test_the_version_of_a_restored_center_counts_each_exchange_once(written, how):
+    assert write_two_lives(written, how=how).story().totals().version == 40
+
+
+def test_what_was_exchanged_after_the_snapshot_is_not_in_the_version_of_the_center_restored_from_it(written):
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.progress(0, 10, step=50, samples=1000, exchanges=50, elapsed=10.0)
+    story = written.story()
+    assert story.totals().version == 50
+    written.row("host", "start", 100, workers=1)
+    written.row("host", "restored", 100, updates=20, saved=T0 + 5.0)
+    written.row(0, "join", 101)
+    written.progress(0, 102, step=3, samples=30, exchanges=3, elapsed=1.0)
+    story.refresh()
+    assert story.totals().version == written.story().totals().version == 23, "read at once or bit by bit"
+
+
+def test_rounds_of_a_run_that_was_resumed_are_added_and_not_those_of_a_worker_that_came_back(written):
+    written.row("host", "start", 0, workers=2)
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 10, step=50, samples=100, rounds=50, elapsed=10.0)
+    written.row(1, "join", 11, restarts=1)
+    written.progress(1, 12, step=10, samples=20, rounds=60, elapsed=1.0)
+    assert written.story().totals().version == 60
+    written.row("host", "start", 100, workers=2)
+    written.row("host", "adopted", 100)
+    for rank in (0, 1):
+        written.row(rank, "join", 101)
+        written.progress(rank, 102, step=5, samples=10, rounds=5, elapsed=1.0)
+    assert written.story().totals().version == 65
+
+
+@pytest.mark.parametrize("end", [None, 130])
+def test_the_pause_before_a_run_was_resumed_is_no_time_of_the_run(written, end):
+    story = write_two_lives(written, end=end).story()
+    assert story.totals().elapsed_s == pytest.approx(20)
+    overall = look_back(story)
+    assert (overall.seconds, overall.rate) == pytest.approx((20, 100)), "2,000 samples in 20 s of training"
+    assert story.ran(np.array([T0 + 5, T0 + 10, T0 + 500, T0 + 1000, T0 + 1010])).tolist() == [5, 10, 10, 10, 20]
+
+
+def test_workers_that_train_on_without_their_host_make_no_pause(written):
+    written.row("host", "start", 0)
+    written.row(0, "join", 0)
+    for at in range(1, 21):
+        written.progress(0, at, step=at, samples=at, elapsed=float(at))
+    written.row("host", "start", 12)
+    written.row("host", "adopted", 12)
+    story = written.story()
+    assert story.totals().elapsed_s == pytest.approx(20, abs=1.01)
+    assert look_back(story).seconds == pytest.approx(20, abs=1.01)
+
+
+def test_the_exit_code_of_a_worker_that_failed_before_the_run_was_resumed_is_not_that_of_the_run(written):
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.row(0, "failed", 1, exit_code=4, error="of the first life")
+    assert written.story().exit_code == 4
+    written.row("host", "start", 10, workers=1)
+    written.row(0, "join", 11)
+    assert written.story().exit_code is None
+    written.row(0, "failed", 12, exit_code=3, error="of the second")
+    assert written.story().exit_code == 3
+
+
+def test_the_summary_of_a_resumed_run_divides_by_the_time_of_all_lives(written):
+    board = Board(write_two_lives(written).folder, 1)
+    board.refresh()
+    assert board.summary() == "40 steps, 2,000 samples in 20.0 s, 100 samples/s over 1 worker"
+
+
+def test_what_workers_printed_before_the_run_was_resumed_is_not_shown_again(written):
+    log = written.folder.log(0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("of the first life\ncut sh")
+    board = Board(written.folder, 1, from_now_on=True)
+    assert board.refresh() == []
+    with log.open("a") as file:
+        file.write("of the second\n")
+    assert board.refresh() == [(0, "of the second")]
+    assert "of the first life" not in board.last_words(0) and "of the second" in board.last_words(0)

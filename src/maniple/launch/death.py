@@ -15,17 +15,17 @@ def reason(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def last_words(log: Path, unwritten: bytes = b"") -> str:
-    """What it printed last, and where the rest is."""
-    return f"Its last lines ({short(log)}):\n{last_lines(log, unwritten)}"
+def last_words(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes, and where the rest is."""
+    return f"Its last lines ({short(log)}):\n{last_lines(log, unwritten, start=start)}"
 
 
-def last_lines(log: Path, unwritten: bytes = b"") -> str:
-    """What it printed last; `unwritten` is what a full disk has kept from its log."""
-    text = ""
+def last_lines(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes; `unwritten` is what a full disk has kept from its log."""
+    text = b""
     with suppress(OSError):
-        text = log.read_text(errors="replace")
-    lines = (text + unwritten.decode(errors="replace")).splitlines()[-_LAST_LINES:]
+        text = log.read_bytes()[start:]
+    lines = (text + unwritten).decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join("    " + line for line in lines)
 
 

@@ -14,7 +14,7 @@ from maniple.host.gate import Gate
 from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.child import Child
-from maniple.launch.death import last_lines, last_words, reason, short
+from maniple.launch.death import last_lines, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.page import Page
@@ -76,7 +76,7 @@ class _Run:
         reach = reach_of(job, self._gate)
         self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers)
+        self._board = Board(host.folder, job.workers, from_now_on=True)
         self._comes_back = queue is not None and queue.comes_back
         self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
         self._unshown = ""  # why something could not be shown
@@ -210,9 +210,9 @@ class _Run:
 
     def _mind_producer(self, producer: Producer) -> None:
         if exit_code := producer.collect():
-            log = self._host.folder.log(producer.name)
+            words = self._board.last_words(producer.name)
             self._producers.fail(
-                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {last_words(log)}")
+                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {words}")
             )
 
     def _tell_unsaved(self, error: Exception) -> None:
@@ -237,8 +237,7 @@ class _Run:
             return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
-        log = self._host.folder.log(process.rank)
-        words = last_words(log, process.output.kept if process.output else b"")
+        words = self._board.last_words(process.rank, process.output.kept if process.output else b"")
         raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {words}")
 
     def _go_on_without(self, process: Process) -> None:

@@ -116,10 +116,10 @@ def _overlap(end: bytes, rows: bytes) -> int:
 
 
 class Tail:
-    """Follows a growing text file and gives its complete new lines."""
+    """Follows a growing text file and gives its complete new lines, from the byte `start` on."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, start: int = 0) -> None:
+        self._path, self._start = path, start
         self._file: int | None = None
         self._rest = b""
 
@@ -141,6 +141,7 @@ class Tail:
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                os.lseek(self._file, self._start, os.SEEK_SET)
             return os.read(self._file, 1 << 20)
         except OSError:  # a file system that does not answer must not end who looks at it
             return b""

@@ -51,13 +51,25 @@ class Times:
 def read_times(run: Path) -> Times:
     """The times of a run, from its folder."""
     folder = Folder(run)
+    spans = abandoned(read_events(folder.events("host")))
     rows = {rank: read_events(folder.events(rank)) for rank in folder.ranks()}
-    times = gather(rows)
+    times = gather({rank: [row for row in own if not _is_in(row, spans)] for rank, own in rows.items()})
     if not times.workers:
         raise InvalidArgument(
             f"{run} has no rows `times`. Give the folder of a run that was started by `maniple run --model`: runs/last."
         )
     return times
+
+
+def abandoned(rows: Iterable[Row]) -> list[tuple[float, float]]:
+    """From when until when what was learned is not in the center any more: the run was resumed from an older one."""
+    resumed = (row for row in rows if row.get("event") in {"restored", "adopted"})
+    return [(float(row["saved"]), float(row["timestamp"])) for row in resumed if row.get("saved")]
+
+
+def _is_in(row: Row, spans: list[tuple[float, float]]) -> bool:
+    when = float(row.get("timestamp", 0.0))
+    return any(after < when < until for after, until in spans)
 
 
 def gather(rows: Mapping[int, Iterable[Row]]) -> Times:

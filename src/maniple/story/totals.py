@@ -20,7 +20,7 @@ class Totals:
             tells the rest.
         goodput: the part of all workers' time since the first began, also of those who are dead or away, that was
             spent for training itself.
-        version: how many exchanges or rounds have changed the center.
+        version: how many exchanges or rounds have changed the center; those that a snapshot has, too.
     """
 
     workers: int = 0
@@ -38,7 +38,7 @@ class Totals:
 
 
 def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -> Totals:
-    """The totals of a run that began `elapsed_s` ago and whose center had `version` when it began."""
+    """The totals of a run that has been going on for `elapsed_s`, and whose center has `version`."""
     totals = [one.total for one in standings]
     split = {part: sum(total.split[part] for total in totals) for part in PARTS}
     steps, samples = sum(total.step for total in totals), sum(total.samples for total in totals)
@@ -58,7 +58,7 @@ def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -
         goodput=min(1.0, split["compute"] / (elapsed_s * len(standings))) if elapsed_s and standings else 0.0,
         sync_share=(split["exchange"] + split["others"]) / spent if spent else 0.0,
         bytes=sum(total.bytes for total in totals),
-        version=version + sum(t.exchanges for t in totals) + max((t.rounds for t in totals), default=0),
+        version=version,
     )
 
 

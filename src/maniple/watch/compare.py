@@ -116,7 +116,7 @@ def _summary(run: Run, whole: Course, value: str, target: Target | None) -> Summ
         final=float(whole.ys[-1]) if len(whole) else None,
         final_of="center" if whole.is_center else "workers",
         not_finite=story.logged.broken.get(value, 0),
-        target_s=None if reached is None else reached - story.since,
+        target_s=None if reached is None else float(story.ran(np.array([reached]))[0]),
         target_samples=None if reached is None else _samples(run, reached),
         target_speedup=None,
         exit_code=story.host_exit_code if exit_code is None else exit_code,

@@ -136,6 +136,12 @@ class Near:
         self._segment = self.segment = Segment(place.segment)
         if self._segment.state(place.rank) == LEFT:  # this process has joined, left, and joins again
             self._segment.renew(place.rank)
+        elif self._segment.state(place.rank) == LIVE and not place.is_guest:  # the launcher has started it once
+            raise InvalidArgument(
+                f"process {os.getpid()} cannot join as worker {place.rank}: another process with the same variables "
+                "has joined already, and has not left. Of all processes that one script of `maniple run` starts, let "
+                "only one call maniple.join(), or start more workers (-n)."
+            )
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._tables: list[Table] = []
         door = Door.of(place)

@@ -15,7 +15,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import described
 from maniple.pace import Pace
-from maniple.place import Place, find
+from maniple.place import Place, find, mark_joined, refuse_inherited
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
@@ -37,11 +37,15 @@ _joined: "Worker | None" = None
 def join(address: str | None = None) -> "Worker":
     """Join the run that started this process; alone, a world of one. A second call gives the same worker.
 
+    A process that a worker has started, such as a data loader's, is not part of the run: there it is InvalidArgument.
+
     Args:
         address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
             (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
     """
     global _joined  # noqa: PLW0603 - one process is one worker
+    if address is None:
+        refuse_inherited()
     if _joined is None or _joined.has_left:
         _joined = Worker(find(address=address))
     return _joined
@@ -79,6 +83,7 @@ class Worker(Calls):
         if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
+            mark_joined(self.rank)
             watch_the_end(at_exit=self._depart, on_error=self._fail, on_signal=self._ending.hear)
 
     @property
@@ -238,6 +243,7 @@ class Worker(Calls):
         if self.has_left or os.getpid() != self._pid:
             return
         self.has_left = True
+        mark_joined(None)
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
