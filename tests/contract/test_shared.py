@@ -529,7 +529,7 @@ def test_segment_whose_run_folder_is_gone_is_removed(tmp_path):
 @pytest.mark.parametrize("made", [[], ["host"]], ids=["no file yet", "host not written"])
 def test_half_made_segment_is_removed_only_when_it_is_old(tmp_path, made):
     path = tmp_path / f"maniple-{LINEAGE}"
-    path.mkdir()
+    path.mkdir(mode=0o700)
     for name in made:
         (path / name).touch()
     assert sweep(tmp_path, nothing) == []
