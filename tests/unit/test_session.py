@@ -341,6 +341,13 @@ def test_every_option_is_judged_before_a_found_file_may_set_it():
     }  # fmt: skip
 
 
+def test_control_characters_of_a_file_are_refused_with_their_line():
+    said = refusal('script: a.py\nname: "a\\nb"')
+    assert said.startswith("session.yaml:2: name 'a\\nb' holds the control character")
+    write("session.yaml", 'script: a.py\nargs: ["a\\nb"]')
+    assert shown("session.yaml")  # the script's own
+
+
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
 def test_found_file_that_others_can_write_is_ignored_with_a_warning(mode):
     write(".maniple.yaml", "keep: 9\ncontroller: evil.py:Evil")

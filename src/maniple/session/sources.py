@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from maniple.errors import require_printable
 from maniple.place import personal_settings, set_by_person, setting_variable
 from maniple.session.file import Setting, Untrusted, read_settings
 from maniple.session.keys import check_found, check_keys, convert, is_command, translate
@@ -33,6 +34,10 @@ def from_file(
     except Untrusted as error:
         return {}, [f"{path} is ignored: {error}."]
     check_keys(settings, options)
+    for key, setting in settings.items():
+        for text in (setting.value,) if isinstance(setting.value, str) else setting.value:
+            if key != "args":  # these are the script's own
+                require_printable(f"{setting.origin}: {key}", text)
     settings, notes = translate(settings)
     if is_found:
         check_found(settings)
