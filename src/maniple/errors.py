@@ -144,3 +144,14 @@ KINDS = {
 def raise_remote(kind: str, reason: str) -> NoReturn:
     """Raise, on this side, the error that the other side named."""
     raise KINDS.get(kind, ManipleError)(reason)
+
+
+def require_printable(what: str, text: str) -> None:
+    """Raise InvalidArgument if `text` holds a line break or another control character: a name or a value with one of
+    them would end a line of a script, a file name or a terminal's output early."""
+    if not text.isprintable():
+        first = next(sign for sign in text if not sign.isprintable())
+        raise InvalidArgument(
+            f"{what} {text[:200]!r} holds the control character {first!r}; only printable ones can be used. "
+            "Leave it out."
+        )

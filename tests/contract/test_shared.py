@@ -586,7 +586,7 @@ def test_center_of_a_run_whose_folder_was_renamed_is_saved_under_the_new_name(tm
 @pytest.mark.parametrize("made", [[], ["host"]], ids=["no file yet", "host not written"])
 def test_half_made_segment_is_removed_only_when_it_is_old(tmp_path, made):
     path = tmp_path / f"maniple-{LINEAGE}"
-    path.mkdir()
+    path.mkdir(mode=0o700)
     for name in made:
         (path / name).touch()
     assert sweep(tmp_path, nothing) == []

@@ -294,6 +294,13 @@ def test_folder_of_the_user_s_own_named_last_is_left_alone(tmp_path):
     assert (tmp_path / "last" / "notes").exists()
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\0b", "a\u2028b", "a\udc80b"])
+def test_control_characters_cannot_name_a_run(tmp_path, name):
+    with pytest.raises(InvalidArgument, match=r"the run's name .* holds the control character"):
+        Folder.create(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "last", "a/b", "/tmp/x"])
 def test_name_that_would_lie_elsewhere_is_refused(tmp_path, name):
     with pytest.raises(InvalidArgument, match="cannot name a run"):

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 import struct
 import time
 import weakref
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maniple.errors import WaitedTooLong
+from maniple.errors import InvalidArgument, WaitedTooLong
 
 _FLOCK = struct.Struct("hhqqi4x")
 _BUSY = (errno.EAGAIN, errno.EACCES)
@@ -29,7 +30,7 @@ class ByteLocks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
         _opened.add(self)
 
     def take(self, byte: int) -> bool:
@@ -71,6 +72,33 @@ class ByteLocks:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user's own; InvalidArgument if it is a link, or somebody else's.
+
+    What is opened is checked, not what had that name before: nobody can change it in between.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, or a socket or pipe
+            raise InvalidArgument(f"{path} is no file of maniple's, but a link or a socket. Remove it.") from None
+        raise
+    about = os.fstat(file)
+    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
+        return file
+    os.close(file)
+    raise InvalidArgument(
+        f"{path} belongs to user {about.st_uid} or is no regular file, and this process is of user {os.getuid()}, so "
+        "it is not used. Let its owner remove it, or set MANIPLE_SHM to another folder."
+    )
+
+
+def read_own(path: Path) -> bytes:
+    """What stands in a regular file of this user's own."""
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
 
 
 def is_locked(file: int, byte: int) -> bool:

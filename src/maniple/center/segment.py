@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import struct
 import time
 import warnings
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from maniple.center.locks import ByteLocks, Patience, is_locked
+from maniple.center.locks import ByteLocks, Patience, is_locked, open_own
 from maniple.center.memory import Memory
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
 from maniple.record.folder import Folder
@@ -39,6 +40,7 @@ NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
 _PREFIX = "maniple-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")  # only what a host has made is ever removed
+_LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAKING = "making"
 _YOUNG_S = 60  # a segment without content may be in the making for so long
 _WORD = struct.Struct("<I")
@@ -53,7 +55,8 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with (path / "members").open("r+b") as file:
+            check_own(path)
+            with os.fdopen(open_own(path / "members", os.O_RDWR), "r+b") as file:
                 self._members = mmap.mmap(file.fileno(), _MEMBERS_BYTES)
         except FileNotFoundError:
             raise InvalidArgument(
@@ -69,8 +72,10 @@ class Segment:
         throws it away.
         """
         path = segment_path(root, lineage)
-        if (path / _MAKING).exists():
-            _discard(path)
+        with suppress(FileNotFoundError):
+            check_own(path)
+            if (path / _MAKING).exists():
+                _discard(path)
         try:
             path.mkdir(mode=0o700)
             if is_making:
@@ -125,8 +130,11 @@ class Segment:
     @classmethod
     def is_there(cls, root: Path, lineage: str) -> bool:
         """A host has made the segment of this lineage, and it was not removed."""
-        path = root / f"{_PREFIX}{lineage}"
-        return (path / "members").exists() and not (path / _MAKING).exists()
+        path = segment_path(root, lineage)
+        with suppress(FileNotFoundError):
+            check_own(path)
+            return (path / "members").exists() and not (path / _MAKING).exists()
+        return False
 
     def made(self) -> None:
         """All is in it now."""
@@ -223,6 +231,10 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
 
 def segment_path(root: Path, lineage: str) -> Path:
     """Where the segment of a run is."""
+    if not _LINEAGE.fullmatch(lineage):  # it comes from a file, and must not lead elsewhere
+        raise InvalidArgument(
+            f"{lineage[:100]!r} is no lineage of a run: run.json was changed. Give another run folder."
+        )
     return root / f"{_PREFIX}{lineage}"
 
 
@@ -250,15 +262,47 @@ def _run_of(path: Path) -> Path:
 
 def is_guarded(path: Path) -> bool:
     """The host of a segment is alive, or has only begun to make it."""
+    if not is_own(path):
+        return False
     try:
-        with (path / "host").open("r+b") as file:
+        with os.fdopen(open_own(path / "host", os.O_RDWR), "r+b") as file:
             return is_locked(file.fileno(), 0)
-    except OSError:
+    except (OSError, InvalidArgument):
         return path.exists() and time.time() - path.stat().st_mtime < _YOUNG_S
 
 
+def is_own(path: Path) -> bool:
+    """There is a segment, and it is this user's alone."""
+    try:
+        check_own(path)
+    except (InvalidArgument, OSError):
+        return False
+    return True
+
+
+def check_own(path: Path) -> None:
+    """Raise InvalidArgument unless the segment `path` is a folder that only this user can enter.
+
+    All users of a machine can write to /dev/shm, and run.json tells the names of segments, so somebody else may have
+    made one of that name. FileNotFoundError if there is none.
+    """
+    about, me = path.lstat(), os.getuid()
+    wrong = (
+        "is a link" if stat.S_ISLNK(about.st_mode)
+        else "is no folder" if not stat.S_ISDIR(about.st_mode)
+        else f"belongs to user {about.st_uid}, and this process is of user {me}" if about.st_uid != me
+        else f"can be entered by others (mode {stat.S_IMODE(about.st_mode):04o})" if about.st_mode & 0o077
+        else ""
+    )  # fmt: skip
+    if wrong:
+        raise InvalidArgument(
+            f"the shared memory {path} {wrong}; a run uses only a folder of its own user with mode 0700. Call this as "
+            "its owner, or let its owner remove it; MANIPLE_SHM=FOLDER uses another place for shared memory."
+        )
+
+
 def _is_ours(path: Path) -> bool:
-    return bool(_NAME.fullmatch(path.name)) and path.is_dir() and path.stat().st_uid == os.getuid()
+    return bool(_NAME.fullmatch(path.name)) and is_own(path)
 
 
 def refusal(root: Path, error: OSError) -> SharedMemoryFull:

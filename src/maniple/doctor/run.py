@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from maniple.center.segment import is_guarded, segment_path
+from maniple.center.segment import check_own, is_guarded, segment_path
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.errors import InvalidArgument
 from maniple.launch.board import count
 from maniple.place import shared_memory
 from maniple.record import Folder, Row
@@ -61,6 +62,10 @@ def look_at_life(case: Case) -> Iterable[Finding]:
         yield fine(f"its host is on {node}: only its address can tell whether it lives")
     elif described.get("asked", {}).get("center") == "mpi":
         yield fine("it is a job of MPI, which has no host; its launcher tells whether it lives")
+    elif wrong := _not_own(memory):
+        yield grave(
+            wrong, limit="whoever made it can change all values", fix="Do not go on with this run as this user."
+        )
     elif memory.exists() and is_guarded(memory):
         yield fine(f"its host is alive, process {posted.pid}" if posted else "its host is alive")
     else:
@@ -150,6 +155,16 @@ def _posted(folder: Folder) -> Posted | None:
 def _memory(lineage: str, posted: Posted | None) -> Path:
     """The run's memory, where its host says, or where it would be made from here."""
     return Path(posted.segment) if posted and posted.segment else segment_path(shared_memory(), lineage)
+
+
+def _not_own(memory: Path) -> str:
+    try:
+        check_own(memory)
+    except InvalidArgument as error:
+        return str(error)
+    except OSError:
+        pass
+    return ""
 
 
 def _shared(case: Case) -> list[tuple[int, Row]]:

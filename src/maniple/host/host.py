@@ -138,7 +138,8 @@ class Host:
                 f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
             )
         news: list[str] = []
-        left = Restored.read(segment_path(shared_memory, lineage))
+        is_there = Segment.is_there(shared_memory, lineage)
+        left = Restored.read(segment_path(shared_memory, lineage)) if is_there else Restored()
         is_wanted = which is None and not is_overtaken(folder, left)
         segment = Segment.adopt(shared_memory, lineage, folder.path) if is_wanted else None
         if segment is not None:

@@ -17,15 +17,15 @@ def save_as(segment: Segment, folder: Folder, name: str) -> str:
     """Write all named arrays and centers to `center/NAME`, while training goes on; gives the file's path."""
     path = Path(name)
     if (
-        "\0" in name
+        not name.isprintable()
         or path.is_absolute()
         or ".." in path.parts
         or not path.name
         or path.suffix not in (".safetensors", *HDF5)
     ):
         raise InvalidArgument(
-            f"save({name!r}) cannot be written. Give a name inside the run's `center` folder, without `..`, that ends "
-            "with .safetensors or .h5."
+            f"save({name!r}) cannot be written. Give a name inside the run's `center` folder, without `..` and control "
+            "characters, that ends with .safetensors or .h5."
         )
     target = folder.center / path
     if len(path.parts) == 1 and (path.stem == "arrays" or path.stem.startswith("center-")):

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, require_printable
 from maniple.record.rows import Moment
 
 SUBMITTED = "submit.json"
@@ -50,6 +50,7 @@ class Folder:
         """Make `root/name`, which must be new, and point `root/last` at it."""
         if not name or name in {".", "..", "last"} or "/" in name:
             raise InvalidArgument(f"{name!r} cannot name a run. Use letters, digits, '-', '_' and '.', not 'last'.")
+        require_printable("the run's name", name)
         folder = cls((root / name).resolve())
         try:
             folder.path.mkdir(parents=True)

@@ -99,7 +99,8 @@ class News:
 
 def packed(values: np.ndarray) -> str:
     """Numbers for the wire."""
-    return b64encode(np.ascontiguousarray(values, np.float32).tobytes()).decode()
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite there
+        return b64encode(np.ascontiguousarray(values, np.float32).tobytes()).decode()
 
 
 def _small(story: Story) -> dict[str, Any]:
