@@ -83,7 +83,8 @@ class Events:
         except OSError as error:
             self._dropped += 1
             if self._dropped == 1:
-                warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
+                with suppress(UserWarning):  # where warnings are errors, too
+                    warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
 
     def _encode(self, row: Row) -> bytes:
         try:
