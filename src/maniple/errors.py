@@ -21,6 +21,8 @@
 A command that ends by one of them exits with the number beside it.
 """
 
+import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -144,3 +146,9 @@ KINDS = {
 def raise_remote(kind: str, reason: str) -> NoReturn:
     """Raise, on this side, the error that the other side named."""
     raise KINDS.get(kind, ManipleError)(reason)
+
+
+def say(text: str) -> None:
+    """Tell a person something on standard error. Where that is full or gone, it must not end a worker."""
+    with suppress(OSError, ValueError):
+        print(f"maniple: {text}", file=sys.stderr, flush=True)
