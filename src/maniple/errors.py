@@ -21,6 +21,8 @@
 A command that ends by one of them exits with the number beside it.
 """
 
+import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -155,3 +157,9 @@ def require_printable(what: str, text: str) -> None:
             f"{what} {text[:200]!r} holds the control character {first!r}; only printable ones can be used. "
             "Leave it out."
         )
+
+
+def say(text: str) -> None:
+    """Tell a person something on standard error. Where that is full or gone, it must not end a worker."""
+    with suppress(OSError, ValueError):
+        print(f"maniple: {text}", file=sys.stderr, flush=True)

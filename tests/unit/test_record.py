@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument, ManipleError
-from maniple.record import Events, Folder, Tail, read_events
-from maniple.record.events import append_rows
+from maniple.record import Events, Folder, Tail, Tails, read_events
+from maniple.record.events import append_rows, parts
 from maniple.record.folder import fresh_name, write_json
 from tests.limits import file_limit
 from tests.unit.engines import engine
@@ -205,6 +205,67 @@ def test_rows_that_were_sent_go_on_where_a_full_disk_has_cut_them(path):
             append_rows(path, rows)
     append_rows(path, rows)
     assert path.read_bytes() == rows
+
+
+# Files that follow one another
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr("maniple.record.events.PART_BYTES", 1000)
+
+
+def test_large_file_is_followed_by_another_and_readers_see_one_record(path, small_parts):
+    for life in range(2):  # a worker that is started again goes on with the newest
+        events = Events(path)
+        for step in range(100):
+            events.write("log", step=100 * life + step)
+        events.close()
+    files = parts(path)
+    assert [file.name for file in files[:3]] == ["worker-0.jsonl", "worker-0_000001.jsonl", "worker-0_000002.jsonl"]
+    assert all(500 < file.stat().st_size <= 1000 for file in files[:-1])
+    assert [row["step"] for row in read_events(path)] == list(range(200))
+    assert Folder(path.parents[1]).ranks() == [0]
+
+
+def test_rows_that_were_sent_go_to_the_newest_file_once(path, small_parts):
+    path.parent.mkdir()
+    batches = [b"".join(b'{"step":%d}\n' % step for step in range(k, k + 40)) for k in range(0, 400, 40)]
+    for batch in batches:
+        for _ in range(2):
+            append_rows(path, batch)
+    assert len(parts(path)) > 3
+    assert [row["step"] for row in read_events(path)] == list(range(400))
+
+
+def test_where_no_next_file_can_be_made_the_old_one_grows_on(path, small_parts):
+    events = Events(path)
+    path.with_name("worker-0_000001.jsonl").mkdir()
+    for step in range(100):
+        events.write("log", step=step)
+    events.close()
+    path.with_name("worker-0_000001.jsonl").rmdir()
+    assert [row["step"] for row in read_events(path)] == list(range(100))
+
+
+@given(st.lists(st.sampled_from(["worker-1", "worker-10", "host", "look"]), max_size=60))
+def test_followers_get_each_row_once_and_each_writers_in_order(tmp_path_factory, acts):
+    folder = tmp_path_factory.mktemp("events")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("maniple.record.events.PART_BYTES", 200)  # two rows
+        writers = {who: Events(folder / f"{who}.jsonl") for who in ("worker-1", "worker-10", "host")}
+        tails, got = Tails(folder), {who: list[int]() for who in writers}
+        wrote = dict.fromkeys(writers, 0)
+        for act in [*acts, "look"]:
+            if act == "look":
+                for who, lines in tails.pieces():
+                    got[who] += [json.loads(line)["step"] for line in lines]
+            else:
+                writers[act].write("log", step=wrote[act])
+                wrote[act] += 1
+        for events in writers.values():
+            events.close()
+    assert got == {who: list(range(count)) for who, count in wrote.items()}
 
 
 # Reading

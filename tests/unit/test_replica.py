@@ -11,7 +11,7 @@ from maniple.center import Segment, Shared
 from maniple.circle.alone import Alone
 from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
 from maniple.place import Place
-from maniple.record import Events
+from maniple.record import Events, read_events
 from maniple.worker.asked import check_pace, check_return
 from maniple.worker.logged import logged
 from maniple.worker.synced import Synced
@@ -52,11 +52,11 @@ def share(segment):
     """Share a dict of arrays as a worker would; gives the replica."""
     replicas: list[Replica] = []
 
-    def share(params, rule: Rule, pace=None) -> Replica:
+    def share(params, rule: Rule, pace=None, events=None) -> Replica:
         model = adapt(params)
         center, _ = Shared.open_or_create(segment, "center-0", model, rank=len(replicas))
         segment.mark(len(replicas), 1)
-        settings = {"rule": rule, "pace": pace or Every(1), "events": Events(None), "worker": Owner()}
+        settings = {"rule": rule, "pace": pace or Every(1), "events": events or Events(None), "worker": Owner()}
         if rule.meets == "center":
             replica = Replica(model, center, **settings)
         else:
@@ -90,6 +90,23 @@ def test_exchange_comes_when_the_pace_says_so(share, segment):
     assert replica.steps == 7
     replica.finish(exchange=True)  # the last steps are not lost
     assert value(segment) == 7
+
+
+def test_many_exchanges_have_few_rows_and_exact_sums(share, tmp_path):
+    events = Events(tmp_path / "worker-0.jsonl")
+    params = {"w": np.zeros(2)}
+    replica = share(params, Downpour(), events=events)
+    for _ in range(5000):
+        params["w"] += 1
+        replica.step()
+    replica.finish(exchange=True)
+    events.close()
+    rows = read_events(tmp_path / "worker-0.jsonl")
+    exchanges = [row for row in rows if row["event"] == "exchange"]
+    assert len(exchanges) < 3000, "a thousand, the remarkable ones, and one a second"
+    assert sum(1 + row.get("skipped", 0) for row in exchanges) == 5000
+    assert exchanges[-1]["step"] == 5000
+    assert rows[-1]["event"] == "progress" and rows[-1]["exchanges"] == 5000
 
 
 def test_alone_every_call_is_a_no_op():

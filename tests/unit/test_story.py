@@ -93,6 +93,27 @@ def test_rates_split_and_staleness_of_a_worker(written):
     assert story.ages == {0: 1, 1: 0, 2: 1}
 
 
+def test_rows_in_several_files_tell_the_same_story(written):
+    for rank in (1, 10):
+        written.row(rank, "join", 0, node="a")
+        for at in range(1, 30):
+            written.progress(
+                rank, at, step=10 * at, samples=100 * at, exchanges=at, ages=[1, 2], staleness=1.0, bytes=at
+            )
+            written.row(rank, "log", at, step=10 * at, loss=1.0 / at)
+    written.row("host", "end", 40, exit_code=0)
+    whole = written.story()
+    for who, lines in ((1, 7), (10, 20), ("host", 1)):
+        written.divide(who, lines)
+    divided = written.story()
+    assert divided.totals() == whole.totals()
+    assert divided.standings == whole.standings and list(divided.standings) == [1, 10]
+    assert (divided.ages, divided.staleness, divided.host_exit_code) == (whole.ages, whole.staleness, 0)
+    for rank in (1, 10):
+        assert divided.logged.named["loss"][rank].points() == whole.logged.named["loss"][rank].points()
+        assert divided.lanes[rank].stretches.tolist() == whole.lanes[rank].stretches.tolist()
+
+
 def test_a_worker_that_died_and_came_back_keeps_what_it_had_done(written):
     written.row("server", "joined", 0, worker=0, live=1)
     written.row(0, "join", 0, node="a")

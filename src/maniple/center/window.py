@@ -9,7 +9,6 @@ waited for too long; the launcher then ends the others.
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Generator
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maniple.contracts import Array
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 
 try:
     from mpi4py import MPI
@@ -68,12 +67,10 @@ class Watch:
         while not self._end.wait(_LOOK_S):
             for since, what in list(self._waits.values()):
                 if (waited_s := time.monotonic() - since) > self._deadline_s:
-                    print(
-                        f"maniple: worker {self._rank} has waited {waited_s:.0f} s inside MPI for {what} (limit "
+                    say(
+                        f"worker {self._rank} has waited {waited_s:.0f} s inside MPI for {what} (limit "
                         f"{self._deadline_s:g} s), and ends. Look whether that process is stopped, or raise "
-                        "MANIPLE_CIRCLE_DEADLINE.",
-                        file=sys.stderr,
-                        flush=True,
+                        "MANIPLE_CIRCLE_DEADLINE."
                     )
                     os._exit(1)
 

@@ -15,7 +15,7 @@ from maniple.errors import InvalidArgument
 from maniple.launch.board import count
 from maniple.place import shared_memory
 from maniple.record import Folder, Row
-from maniple.record.events import parse_events
+from maniple.record.events import parse_events, parts
 from maniple.record.rows import MAX_ROW_BYTES
 from maniple.wire.posted import FILE, Posted
 
@@ -178,9 +178,10 @@ def _rows(folder: Folder, event: str) -> list[tuple[int, Row]]:
 def _events(path: Path, event: str) -> list[Row]:
     """The rows of one kind. A long run has gigabytes of others, which are neither kept nor even split into lines."""
     lines: list[bytes] = []
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        while block := file.read(_BLOCK) + file.readline(MAX_ROW_BYTES):
-            lines += _lines_with(f'"event":"{event}"'.encode(), block)
+    for part in parts(path):
+        with suppress(FileNotFoundError), part.open("rb") as file:
+            while block := file.read(_BLOCK) + file.readline(MAX_ROW_BYTES):
+                lines += _lines_with(f'"event":"{event}"'.encode(), block)
     return [row for row in parse_events(lines) if row["event"] == event]
 
 

@@ -30,6 +30,11 @@ class Child:
         """It has been started and not collected yet."""
         return self._process is not None
 
+    @property
+    def unwritten(self) -> bytes:
+        """The newest that it has printed and a full disk has kept from its log."""
+        return b"" if self.output is None else self.output.kept
+
     def spawn(
         self,
         command: Sequence[str],

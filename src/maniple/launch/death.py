@@ -1,10 +1,11 @@
 """The death of a process, in words."""
 
+import os
 import signal
 from contextlib import suppress
 from pathlib import Path
 
-_LAST_LINES = 20
+_LAST_LINES, _LAST_BYTES = 20, 1 << 16
 
 
 def reason(exit_code: int) -> str:
@@ -22,10 +23,11 @@ def last_words(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
 
 def last_lines(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
     """What it printed last, after the first `start` bytes; `unwritten` is what a full disk has kept from its log."""
-    text = b""
-    with suppress(OSError):
-        text = log.read_bytes()[start:]
-    lines = (text + unwritten).decode(errors="replace").splitlines()[-_LAST_LINES:]
+    end = b""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # logs of long runs may be huge
+        end = file.read()
+    lines = (end + unwritten).decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join("    " + line for line in lines)
 
 

@@ -203,14 +203,16 @@ class _Run:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
         exit_code = server.collect()
         if (kind := hopeless(exit_code)) is not None:
-            raise kind("the controller cannot be used:\n" + last_lines(self._host.folder.log("server")))
+            raise kind(
+                "the controller cannot be used:\n" + last_lines(self._host.folder.log("server"), server.unwritten)
+            )
         server.restart()
         self._host.events.write("server died", exit_code=exit_code)
         self._say(f"the server {reason(exit_code)}: it is started again, and nothing is lost")
 
     def _mind_producer(self, producer: Producer) -> None:
         if exit_code := producer.collect():
-            words = self._board.last_words(producer.name)
+            words = self._board.last_words(producer.name, producer.unwritten)
             self._producers.fail(
                 WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {words}")
             )
@@ -237,7 +239,7 @@ class _Run:
             return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
-        words = self._board.last_words(process.rank, process.output.kept if process.output else b"")
+        words = self._board.last_words(process.rank, process.unwritten)
         raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {words}")
 
     def _go_on_without(self, process: Process) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from maniple.errors import InvalidArgument
 from maniple.model import history
 from maniple.model.contract import Model, shareable
-from maniple.model.recorder import Recorder
+from maniple.model.recorder import Recorder, show
 from maniple.model.validation import TRAINING, Means, measured, together, validate
 from maniple.place import asked_limits, find
 from maniple.sampler import Sampler, Shard
@@ -86,7 +86,7 @@ class Loop:
             if not made:  # else it has come with the others' parameters
                 history.load_optimizer(folder, training, self._optimizer)
             if self._is_shown:
-                print(f"going on after epoch {epochs}, with optimizer and record of {folder.name}", flush=True)
+                show(f"going on after epoch {epochs}, with optimizer and record of {folder.name}")
         self._sampler.epoch = epochs
         if self._looks is not None:
             self._looks.epoch = epochs

@@ -8,6 +8,7 @@ others     waiting for other workers
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from maniple.decisions import combined
@@ -136,7 +137,7 @@ class Recorder:
         self.validated = dict(means)
         if is_told:
             self._worker.record("validated", epoch=self._epoch, **means)
-            print(f"epoch {self._epoch}, validation: {_values(means)}", flush=True)
+            show(f"epoch {self._epoch}, validation: {_values(means)}")
 
     def summary(self) -> None:
         """Print where the time of all epochs went."""
@@ -154,7 +155,13 @@ class Recorder:
 
     def _show(self, line: str) -> None:
         if self._is_shown:
-            print(line, flush=True)
+            show(line)
+
+
+def show(line: str) -> None:
+    """Print a line, if somebody reads: a pipe that is closed does not end the training."""
+    with suppress(OSError, ValueError):
+        print(line, flush=True)
 
 
 def _values(means: Mapping[str, float]) -> str:

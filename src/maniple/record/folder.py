@@ -1,7 +1,7 @@
 """The run folder.
 
 runs/<name>/run.json        what was asked, versions, lineage, how it ended
-            events/*.jsonl  one file of rows per process
+            events/*.jsonl  the rows of each process; a large file is followed by another
             logs/*.log      what each process printed
             center/         the shared parameters, as snapshots
             token           by which workers elsewhere and the host know each other; readable by its owner alone

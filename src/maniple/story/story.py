@@ -3,14 +3,13 @@
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain, pairwise
 from typing import cast
 
 import numpy as np
 
-from maniple.record import Folder, Row, Tail
+from maniple.record import Folder, Row, Tails
 from maniple.record.events import parse_events
 from maniple.story.curves import CENTER, Curves
 from maniple.story.lanes import Lane
@@ -86,17 +85,15 @@ class Story:
         self._changes = 0  # exchanges with the center since then
         self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
         self._told: set[int] = set()  # the workers that the host knows
-        self._tails: dict[str, Tail] = {}
+        self._tails = Tails(folder.path / "events")
 
     def refresh(self, within_s: float | None = None) -> bool:
         """Read what is new. With `within_s`, for about so long; False if there is more."""
         deadline = None if within_s is None else time.monotonic() + within_s
-        for name in self._names():
-            tail = self._tails.setdefault(name, Tail(self.folder.path / "events" / name))
-            for lines in tail.pieces():
-                self._read(name, lines)
-                if deadline is not None and time.monotonic() > deadline:
-                    return False
+        for who, lines in self._tails.pieces():  # host and server first: what they say of workers counts most
+            self._read(who, lines)
+            if deadline is not None and time.monotonic() > deadline:
+                return False
         if self.host_exit_code is not None:  # else the host comes back, and its workers train on
             for standing in self.standings.values():
                 if not standing.is_gone:
@@ -132,13 +129,8 @@ class Story:
             self.standings[rank] = Standing(self._first)
         return self.standings[rank]
 
-    def _names(self) -> Iterable[str]:
-        """The files of rows, those of host and server first: what they say of workers counts most."""
-        names = sorted(path.name for path in (self.folder.path / "events").glob("*.jsonl"))
-        return sorted(names, key=lambda name: name.startswith("worker-"))
-
-    def _read(self, name: str, lines: list[bytes]) -> None:
-        rank = name.removeprefix("worker-").removesuffix(".jsonl")
+    def _read(self, who: str, lines: list[bytes]) -> None:
+        rank = who.removeprefix("worker-")
         if rank.isdigit():
             for rows in sort_rows(lines):
                 with suppress(KeyError, TypeError, ValueError, OverflowError):  # rows that somebody else has made up

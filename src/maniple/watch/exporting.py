@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maniple.launch.whereabouts import find_host
-from maniple.record import Folder, Row, Tail
+from maniple.record import Folder, Row, Tails
 from maniple.record.events import parse_events
 from maniple.record.rows import MAX_ROW_BYTES
 from maniple.story.curves import ABOUT, BROKEN
@@ -24,7 +24,7 @@ class Exporting:
     def __init__(self, run: Path, export: Export) -> None:
         self._folder = Folder(run)
         self._export = export
-        self._tails: dict[Path, Tail] = {}
+        self._tails = Tails(self._folder.path / "events")
         self._samples: dict[str, int] = {}
         self._since: float | None = None
         self.rows = 0
@@ -37,12 +37,9 @@ class Exporting:
     def go_on(self) -> bool:
         """Give over what is new; False if there was nothing."""
         before = self.rows
-        for path in sorted((self._folder.path / "events").glob("*.jsonl")):
-            tail = self._tails.setdefault(path, Tail(path))
-            who = path.stem.removeprefix("worker-")
-            for lines in tail.pieces():
-                for row in parse_events(needed(lines)):
-                    self._take(who, row)
+        for who, lines in self._tails.pieces():
+            for row in parse_events(needed(lines)):
+                self._take(who.removeprefix("worker-"), row)
         return self.rows > before
 
     def follow(self, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -1,12 +1,12 @@
 """The circles of one worker: one for its own calls, one for each replica whose rule meets there."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from maniple.circle.choice import choose_circle, open_circle
 from maniple.contracts import Circle
+from maniple.errors import say
 from maniple.place import Place
 from maniple.record import Events
 from maniple.worker.seat import Seat
@@ -81,4 +81,4 @@ class Circles:
         self._events.write("circle", engine=engine, world=self._place.world)
         if self._place.rank == 0 and self._place.world > 1:
             why = f" ({self._place.launcher})" if self._place.launcher else ""
-            print(f"maniple: {self._place.world} workers meet in the circle {engine}{why}", file=sys.stderr, flush=True)
+            say(f"{self._place.world} workers meet in the circle {engine}{why}")

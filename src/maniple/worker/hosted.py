@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from maniple.center.segment import is_guarded
-from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
+from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed, say
 from maniple.place import JOIN_DEADLINE_S, Place, settle
 from maniple.place.launch import Launch, as_guest, find_launch, is_elastic
 from maniple.record import Folder
@@ -89,11 +89,9 @@ def _host_here(place: Place, launch: Launch) -> Path:
     if folder is None or (is_again and not runs.answers(folder)):
         folder = _start(place, launch)
     again = f" (restart {place.restarts})" if place.restarts else ""
-    print(
-        f"maniple: {place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
-        f"{os.path.relpath(folder)}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
+        f"{os.path.relpath(folder)}"
     )
     return folder
 

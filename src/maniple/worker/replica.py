@@ -18,7 +18,7 @@ from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.owner import Owner
-from maniple.worker.progress import Progress
+from maniple.worker.progress import Acts, Progress
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
@@ -59,7 +59,7 @@ class Replica:
         self._refusals = Refusals()
         self._spent_s = 0.0
         self.is_center = self._is_away = False
-        self._progress = Progress(events)
+        self._progress, self._acts = Progress(events), Acts(events)
         self._start = self._stepped = self._progress.start
         self._unhook = model.on_step(self.step)
 
@@ -205,6 +205,7 @@ class Replica:
                 time.sleep(0.1)
                 self.exchange()
             self._stepped = time.perf_counter()
+        self._acts.finish()
         self._progress.tell(
             self, max(self._stepped, self._progress.told)
         )  # what came after the last step is no training
@@ -270,7 +271,7 @@ class Replica:
             row["refused"] = outcome.refused
         if outcome.torn:
             row["torn"] = outcome.torn
-        self._events.write(
+        self._acts.write(
             event,
             step=self.steps,
             start=start,
