@@ -14,7 +14,8 @@ class Overall:
         seconds: from the beginning of the first stretch of any worker's training to the end of the last.
         rate: samples of all workers / seconds; steps, where samples are not counted: `unit` tells.
         split: the seconds of all workers, by what they went for.
-        speedup: rate / samples per second of compute of one worker. An estimate: see `Totals`.
+        busy_workers: how many workers were busy computing, in the mean over `seconds`.
+        measures_data: of all workers that made steps, the time between them was measured.
     """
 
     workers: int
@@ -22,7 +23,8 @@ class Overall:
     rate: float
     unit: str
     split: dict[str, float]
-    speedup: float
+    busy_workers: float
+    measures_data: bool
 
 
 def look_back(story: Story) -> Overall:
@@ -34,6 +36,7 @@ def look_back(story: Story) -> Overall:
     seconds = max(s[-1, 1] for s in stretches) - min(s[0, 0] for s in stretches) if stretches else 0.0
     made = samples or steps
     rate = made / float(seconds) if seconds > 0 else 0.0
-    alone = made / split[PARTS[0]] if split[PARTS[0]] else 0.0
+    busy = split[PARTS[0]] / float(seconds) if seconds > 0 else 0.0
     unit = "samples" if samples or not steps else "steps"
-    return Overall(len(totals), float(seconds), rate, unit, split, rate / alone if alone else 0.0)
+    measured = [one.measures_data for one in story.standings.values() if one.total.step]
+    return Overall(len(totals), float(seconds), rate, unit, split, busy, bool(measured) and all(measured))

@@ -23,6 +23,7 @@ class ProgressRow(msgspec.Struct, gc=False):
     exchange: float = 0.0
     data: float = 0.0
     others: float = 0.0
+    measures_data: bool = False  # `data` has all time between steps and forward passes, and not only that of feeds
     exchanges: int = 0
     rounds: int = 0
     bytes: int = 0
