@@ -1,6 +1,7 @@
 """A torch module as a model."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -472,3 +473,24 @@ def test_one_state_given_as_a_word_is_taken_as_one_name_or_refused_by_it():
         assert "momentum_buffer" in str(error)
     else:
         assert names(model)[2:] == ["momentum_buffer.weight", "momentum_buffer.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_forward_passes_in_training_mode_are_told_of_and_copies_tell_nothing():
+    module, told = linear(), []
+    x = torch.zeros(1, next(module.parameters()).shape[1])
+    undo = adapt(module).on_forward(lambda: told.append(module.training))
+    module(x)
+    module.eval()(x)
+    module.train()
+    saved = io.BytesIO()
+    torch.save(module, saved)  # the whole module, as some do
+    saved.seek(0)
+    torch.load(saved, weights_only=False)(x)
+    copy.deepcopy(module)(x)
+    assert told == [True]
+    with pytest.raises(AttributeError, match=r"torch.jit.script cannot compile. Call worker.leave\(\)"):
+        torch.jit.script(module)
+    undo()
+    module(x)
+    assert told == [True] and not module._forward_pre_hooks

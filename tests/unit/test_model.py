@@ -242,7 +242,8 @@ def recorded(monkeypatch, *, every=2):
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr("maniple.model.recorder.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr("maniple.worker.progress.lost_s", lambda: 0.0)
-    replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0)
+    between = types.SimpleNamespace(seconds=0.0, is_measured=False)
+    replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0, between=between)
     worker = Noted()
     return clock, replica, worker, Recorder(worker, replica, every=every, is_shown=True, lr=lambda: 0.1)
 
@@ -276,6 +277,32 @@ def test_time_that_is_counted_by_itself_is_not_counted_twice(monkeypatch):
     assert (worker.rows[0]["data"], worker.rows[0]["exchange"], worker.rows[0]["compute"]) == (2.0, 1.0, 0.0)
 
 
+def test_time_between_steps_is_data_and_what_the_model_names_itself_is_not_counted_twice(monkeypatch, capsys):
+    clock, replica, worker, recorder = recorded(monkeypatch, every=1)
+    replica.between.is_measured = True
+    recorder.begin(1)
+    recorder.start()
+    clock.now += 2.0
+    replica.between.seconds += 2.0  # until the forward pass
+    recorder.end("others")
+    clock.now += 3.0
+    replica.between.seconds += 3.0
+    clock.now += 5.0
+    recorder.batch({"loss": 1.0})
+    assert {name: worker.rows[0][name] for name in PARTS} == {"compute": 5, "exchange": 0, "data": 3, "others": 2}
+    assert "data 30 %" in capsys.readouterr().out
+
+
+def test_data_that_is_not_measured_is_said_to_be_so(monkeypatch, capsys):
+    clock, _, worker, recorder = recorded(monkeypatch, every=1)
+    recorder.begin(1)
+    clock.now += 2.0
+    recorder.batch({"loss": 1.0})
+    assert "2.0 s: compute 100 %, data not measured" in capsys.readouterr().out
+    assert worker.rows[0]["measures_data"] is False
+    assert "not measured" in table(gather({0: [worker.rows[0] | {"event": "times"}]}))[1]
+
+
 def test_an_epoch_has_the_means_of_all_its_batches(monkeypatch):
     clock, *_, recorder = recorded(monkeypatch)
     recorder.begin(3)
@@ -296,6 +323,7 @@ def test_a_part_of_the_time_that_does_not_exist_is_refused(monkeypatch):
 
 def test_the_record_of_a_run_is_a_line_per_worker_and_epoch():
     times = {"compute": 3.0, "exchange": 1.0, "data": 0.0, "others": 0.0, "batches": 2, "lr": 0.1, "event": "times"}
+    times |= {"measures_data": True}
     rows = [times | {"epoch": 1, "loss": 2.0}, times | {"epoch": 1, "loss": 4.0}, times | {"epoch": 2, "loss": 1.0}]
     found = gather({0: rows, 1: [{"event": "validated", "epoch": 1, "loss": 0.5, "step": 3, "worker": 1}]})
     lines = table(found)

@@ -14,6 +14,7 @@ from maniple.place import Place
 from maniple.record import Events, read_events
 from maniple.worker.asked import check_pace, check_return
 from maniple.worker.logged import logged
+from maniple.worker.progress import Between
 from maniple.worker.synced import Synced
 
 
@@ -380,3 +381,35 @@ def test_with_gradients_the_center_is_what_was_validated_before_the_controller_h
     assert center.read(0).tolist() == [0.1, 0.2, 0.3]
     center.close()
     assert not share({"w": np.zeros(3)}, EASGD()).publish_validated(), "of the center it is the controller's matter"
+
+
+def test_time_from_a_step_to_the_next_forward_pass_is_counted_without_what_is_counted_otherwise(monkeypatch):
+    now, otherwise = [100.0], [0.0]
+    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
+    between = Between(lambda: otherwise[0])
+    between.forward()
+    now[0] += 50  # the first step has no other before it
+    assert (between.seconds, between.is_measured) == (0.0, False)
+    for _ in range(2):
+        between.stepped()
+        now[0] += 3
+        otherwise[0] += 1
+        between.forward()
+        between.forward()
+        now[0] += 10  # computes
+    assert (between.seconds, between.is_measured) == (4.0, True)
+    between.stepped()
+    now[0] += 1
+    assert between.seconds == 5.0, "also before the pass has begun"
+
+
+def test_where_forward_passes_are_not_seen_nothing_is_measured(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
+    between = Between(lambda: 0.0)
+    between.stepped()
+    between.forward()  # before the module was compiled
+    for _ in range(5):
+        between.stepped()
+        now[0] += 10
+    assert (between.seconds, between.is_measured) == (0.0, False)

@@ -218,7 +218,7 @@ def test_totals_of_two_workers(written):
     totals = written.story().totals()
     assert (totals.workers, totals.live, totals.steps, totals.samples, totals.version) == (2, 2, 20, 200, 10)
     assert totals.samples_per_s == 200
-    assert totals.speedup == pytest.approx(2 * 0.8)  # one alone would have needed 0.8 s of compute for its 100
+    assert totals.busy_workers == pytest.approx(2 * 0.8)
     assert totals.goodput == pytest.approx(0.8)
     assert totals.sync_share == pytest.approx(0.2)
 
@@ -228,7 +228,7 @@ def test_workers_whose_speed_changes_are_never_more_than_they_are(written):
         written.row(rank, "join", 0)
         written.progress(rank, 1, step=10, samples=100, exchange=0.5)
         written.progress(rank, 2, step=110, samples=1100, exchange=0.6)
-    assert written.story().totals().speedup == pytest.approx(1.8)  # now, and not against how slow they were
+    assert written.story().totals().busy_workers == pytest.approx(1.8)  # now
 
 
 def test_time_of_the_dead_is_no_goodput(written):
@@ -248,7 +248,7 @@ def test_a_run_that_has_ended_shows_what_it_achieved(written):
         written.progress(rank, 2, step=10, samples=100 * (1 + rank), exchange=1.0)
         written.row("host", "exit", 2, worker=rank, exit_code=0)
     totals = written.story().totals()
-    assert (totals.live, totals.samples_per_s, totals.speedup) == (0, 150.0, pytest.approx(1.0))
+    assert (totals.live, totals.samples_per_s, totals.busy_workers) == (0, 150.0, pytest.approx(1.0))
 
 
 def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
@@ -262,7 +262,7 @@ def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
 
 def test_a_run_of_which_nothing_is_known_yet(written):
     totals = written.story().totals()
-    assert (totals.workers, totals.speedup, totals.goodput, totals.elapsed_s) == (0, 0.0, 0.0, 0.0)
+    assert (totals.workers, totals.busy_workers, totals.goodput, totals.elapsed_s) == (0, 0.0, 0.0, 0.0)
 
 
 # Curves
@@ -359,13 +359,13 @@ def test_a_run_is_looked_back_on_when_all_have_ended(written):
         "samples",
     )
     assert found.split == pytest.approx({"compute": 6.0, "exchange": 2.0, "data": 0.0, "others": 0.0})
-    assert found.speedup == pytest.approx(1.5)  # one alone would make its 200 in 3 s
+    assert found.busy_workers == pytest.approx(1.5)  # 6 s of compute in 4 s
     assert story.shared["rule"] == "EASGD()"
 
 
 def test_nothing_is_looked_back_on_before_the_first_step(written):
     written.row(0, "join", 0)
-    assert (look_back(written.story()).rate, look_back(written.story()).speedup) == (0.0, 0.0)
+    assert (look_back(written.story()).rate, look_back(written.story()).busy_workers) == (0.0, 0.0)
 
 
 def test_staleness_is_the_mean_over_all_exchanges(written):

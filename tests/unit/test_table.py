@@ -36,8 +36,8 @@ def test_who_is_done_shows_its_mean_speed():
 
 
 def test_the_run_in_one_line():
-    totals = Totals(samples=9, samples_per_s=5000.4, speedup=3.71, goodput=0.934, version=12345)
-    assert total_line(totals) == ("5,000 samples/s, speed-up 3.71 over one worker, goodput 93%, center version 12,345")
+    totals = Totals(samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
+    assert total_line(totals) == "5,000 samples/s, busy 3.71 of 4 workers, goodput 93%, center version 12,345"
 
 
 def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():

@@ -21,6 +21,10 @@ class Adapter(Model, Protocol):
         """Call `act` before each step of the optimizer; gives back what undoes it."""
         ...
 
+    def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each forward pass in training mode, where that can be seen; gives back what undoes it."""
+        ...
+
     @property
     def parameter_count(self) -> int:
         """How many of the entries, the first ones, are parameters."""

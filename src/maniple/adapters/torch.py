@@ -93,6 +93,13 @@ class Module:
 
         return self._optimizer.register_step_pre_hook(before_step).remove
 
+    def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each forward pass of the module in training mode; gives back what undoes it.
+
+        What is compiled with the module does not call it.
+        """
+        return self._module.register_forward_pre_hook(_Forward(act)).remove
+
     def is_buffer(self, i: int) -> bool:
         """Entry i is neither a parameter nor optimizer state."""
         return self.parameter_count <= i < self._first_state
@@ -231,6 +238,29 @@ class Module:
                 value = self._late.pop(i)
                 if value.any():
                     target.copy_(value)
+
+
+class _Forward:
+    """The forward hook of a shared module. Copies of the module, by pickle or deepcopy, have one that does nothing."""
+
+    def __init__(self, act: Callable[[], None] | None = None) -> None:
+        self._act = act
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # a constant there, so that nothing of this hook is compiled
+            return
+        if module.training and self._act is not None:
+            self._act()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Forward, ()
+
+    @property
+    def __name__(self) -> str:  # only torch.jit.script asks for it
+        raise AttributeError(
+            "a model that is shared has a forward hook, which torch.jit.script cannot compile. Call worker.leave() "
+            "before, or use torch.compile or torch.export."
+        )
 
 
 def _pinned(size: int, dtype: str) -> Tensor:

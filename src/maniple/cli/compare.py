@@ -53,7 +53,7 @@ def compare(
         click.echo(line)
     base = baseline(opened)
     if base is not None and base.workers != 1:
-        click.echo("speed-ups are estimates: none of these runs has one worker.")
+        click.echo("no speed-ups: they are over a run with one worker, and none was given.")
     if differ:
         click.echo("\nsettings that differ")
         told = [(name, *(shortened(_word(value), _WIDTH) for value in values)) for name, values in differ.items()]

@@ -17,7 +17,7 @@ _STYLES = {"training": "green", "dead": "bold red", "failed": "bold red", "lost"
 _NOTHING = "–"
 _NUMBERS = (
     "state", "lives", "node", "loss", "steps_per_s", "samples_per_s", "bytes_per_s", "sync_share", "staleness",
-    "cores", "memory_bytes",
+    "cores", "memory_bytes", "measures_data",
 )  # fmt: skip
 _OWN_LINES = 3  # of the table beside its workers: head, what is left out, total
 
@@ -42,8 +42,8 @@ def total_line(totals: Totals) -> str:
     """The run in one line."""
     rate, unit = (totals.samples_per_s, "samples") if totals.samples else (totals.steps_per_s, "steps")
     return (
-        f"{rate:,.0f} {unit}/s, speed-up {totals.speedup:.2f} over one worker, goodput {totals.goodput:.0%}, "
-        f"center version {totals.version:,}"
+        f"{rate:,.0f} {unit}/s, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
+        f"goodput {totals.goodput:.0%}, center version {totals.version:,}"
     )
 
 

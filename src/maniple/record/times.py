@@ -11,8 +11,11 @@ from maniple.errors import InvalidArgument
 from maniple.record.events import Row, read_events
 from maniple.record.folder import Folder
 
-# What a worker's time is spent for: training, exchanges, waiting for batches, waiting for other workers.
+# What a worker's time is spent for: training, exchanges, waiting for batches and what else is done between steps,
+# waiting for other workers.
 PARTS = ("compute", "exchange", "data", "others")
+WORDS = dict(zip(PARTS, ("compute", "exchange", "data and other, between steps", "others"), strict=True))
+UNMEASURED = "data not measured"
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Epoch:
     split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # seconds
     loss: float = 0.0
     lr: float | None = None
+    measures_data: bool = False  # else waiting for data is in `compute`
 
     @property
     def seconds(self) -> float:
@@ -36,6 +40,7 @@ class Epoch:
         self.loss = (self.loss * self.batches + loss * batches) / max(1, self.batches + batches)
         self.batches += batches
         self.lr = row.get("lr")
+        self.measures_data |= bool(row.get("measures_data")) or split[PARTS.index("data")] > 0
         for part, seconds in zip(PARTS, split, strict=True):
             self.split[part] += seconds
 
@@ -89,11 +94,11 @@ def gather(rows: Mapping[int, Iterable[Row]]) -> Times:
     return times
 
 
-def shares(split: Mapping[str, Any]) -> str:
-    """`3.2 s: compute 91 %, exchange 9 %`."""
+def shares(split: Mapping[str, Any], *, measures_data: bool) -> str:
+    """`3.2 s: compute 91 %, exchange 9 %`, and whether that of data is not known."""
     whole = sum(split[part] for part in PARTS)
     parts = [f"{part} {100 * split[part] / whole:.0f} %" for part in PARTS if whole and split[part] / whole >= 0.005]
-    return f"{whole:.1f} s: {', '.join(parts)}"
+    return f"{whole:.1f} s: {', '.join([*parts, *([] if measures_data else [UNMEASURED])])}"
 
 
 def _means(row: Row) -> dict[str, float]:

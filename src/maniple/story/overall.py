@@ -17,7 +17,8 @@ class Overall:
             pauses of a run that was resumed.
         rate: samples of all workers / seconds; steps, where samples are not counted: `unit` tells.
         split: the seconds of all workers, by what they went for.
-        speedup: rate / samples per second of compute of one worker. An estimate: see `Totals`.
+        busy_workers: how many workers were busy computing, in the mean over `seconds`.
+        measures_data: of all workers that made steps, the time between them was measured.
     """
 
     workers: int
@@ -25,7 +26,8 @@ class Overall:
     rate: float
     unit: str
     split: dict[str, float]
-    speedup: float
+    busy_workers: float
+    measures_data: bool
 
 
 def look_back(story: Story) -> Overall:
@@ -38,6 +40,7 @@ def look_back(story: Story) -> Overall:
     seconds = float(np.diff(story.ran(np.array(ends)))[0])
     made = samples or steps
     rate = made / seconds if seconds > 0 else 0.0
-    alone = made / split[PARTS[0]] if split[PARTS[0]] else 0.0
+    busy = split[PARTS[0]] / seconds if seconds > 0 else 0.0
     unit = "samples" if samples or not steps else "steps"
-    return Overall(len(totals), seconds, rate, unit, split, rate / alone if alone else 0.0)
+    measured = [one.measures_data for one in story.standings.values() if one.total.step]
+    return Overall(len(totals), seconds, rate, unit, split, busy, bool(measured) and all(measured))

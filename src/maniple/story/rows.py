@@ -25,6 +25,7 @@ class ProgressRow(msgspec.Struct, gc=False):
     exchange: Amount = 0.0
     data: Amount = 0.0
     others: Amount = 0.0
+    measures_data: bool = False  # `data` has all time between steps and forward passes, and not only that of feeds
     exchanges: Count = 0
     rounds: Count = 0
     bytes: Count = 0

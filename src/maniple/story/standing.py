@@ -69,6 +69,7 @@ class Standing:
     loss: float | None = None
     cores: float = 0.0
     memory_bytes: int = 0
+    measures_data: bool = False  # else waiting for data may be in the time of compute
     node: str = ""
     rule: str = ""  # by which it shares, and when: as its newest row tells
     pace: str = ""
@@ -138,6 +139,7 @@ class Standing:
         made = (newest.step, newest.samples, newest.exchanges, newest.rounds, newest.bytes)
         self.now, self._last = Counts(*made, newest.elapsed, whole), newest
         self.sync_share, self.memory_bytes = newest.sync_share, newest.memory
+        self.measures_data = newest.measures_data or newest.data > 0
         self.staleness = next((row.staleness for row in reversed(rows) if row.staleness >= 0), self.staleness)
         if not self.is_gone and seconds[-1] > 0:
             self.steps_per_s = (newest.step - all_[-2].step) / float(seconds[-1])

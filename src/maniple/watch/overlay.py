@@ -41,16 +41,18 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a speed-up of 1 is: the run `name`, with so many workers."""
+    """What others are compared with: the run `name`, with so many workers. Only with one it is called a speed-up."""
 
     name: str
     workers: int
     rate: float
 
     @property
-    def words(self) -> str:
-        """What to say of it: whether it is one worker."""
-        return "one worker" if self.workers == 1 else f"{self.workers} workers, as no run with one was given"
+    def title(self) -> str:
+        """What a chart of times as fast is called."""
+        if self.workers == 1:
+            return "speed-up over one worker"
+        return f"speed over that of {self.workers} workers, as no run with one was given"
 
 
 def lines(runs: list[Run], value: str, *, against: str = "time", window: int = WINDOW) -> list[Line]:

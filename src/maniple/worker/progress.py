@@ -31,11 +31,52 @@ class Traveller(Protocol):
     def spent_s(self) -> float: ...
     @property
     def waited_s(self) -> float: ...
+    @property
+    def between(self) -> "Between": ...
 
 
 def totals(replica: Traveller) -> dict[str, float]:
     """The seconds that are counted by themselves, since the start; the rest of the time is compute."""
-    return {"exchange": replica.spent_s - replica.waited_s, "data": lost_s(), "others": replica.waited_s}
+    data = lost_s() + replica.between.seconds
+    return {"exchange": replica.spent_s - replica.waited_s, "data": data, "others": replica.waited_s}
+
+
+class Between:
+    """The time from the end of a step to the next forward pass in training mode: loading data, and whatever else a
+    script does there, such as logging and validation.
+
+    Args:
+        counted: the seconds that are counted otherwise, such as exchanges and waiting for feeds.
+    """
+
+    def __init__(self, counted: Callable[[], float]) -> None:
+        self._counted = counted
+        self._seconds = self._before = 0.0
+        self._since: float | None = None  # the end of a step that no forward pass has followed
+        self._seen = self._unseen = 0  # steps with and without a forward pass before them
+
+    @property
+    def is_measured(self) -> bool:
+        """Forward passes are seen. Those of compiled modules and of NumPy models are not."""
+        return self._seen > 0 and self._seen >= self._unseen
+
+    @property
+    def seconds(self) -> float:
+        """All of it so far."""
+        if self._since is None or not self.is_measured:
+            return self._seconds
+        return self._seconds + max(0.0, time.perf_counter() - self._since - (self._counted() - self._before))
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self._unseen += self._since is not None
+        self._since, self._before = time.perf_counter(), self._counted()
+
+    def forward(self) -> None:
+        """A forward pass begins; only the first after a step counts."""
+        if self._since is not None:
+            self._seen += 1
+            self._seconds, self._since = self.seconds, None
 
 
 class Progress:
@@ -86,6 +127,7 @@ class Progress:
             elapsed=elapsed,
             sync_share=replica.spent_s / max(1e-9, elapsed),
             **totals(replica),
+            measures_data=replica.between.is_measured,
             **row,
             **_hardware(),
         )

@@ -13,12 +13,13 @@ from maniple.adapters import Adapter
 from maniple.center.tensors import write_tensors
 from maniple.contracts import Array, Center, Moment, Outcome
 from maniple.errors import HostAway, InvalidArgument
+from maniple.feed.waits import lost_s
 from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.owner import Owner
-from maniple.worker.progress import Acts, Progress
+from maniple.worker.progress import Acts, Between, Progress
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
@@ -36,6 +37,7 @@ class Replica:
         rounds, waited_s: the rounds in which all workers met, and the time spent waiting for them.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps, total_samples: the steps made and the samples seen so far.
+        between: the time between a step and the next forward pass.
     """
 
     rounds: int = 0
@@ -61,7 +63,8 @@ class Replica:
         self.is_center = self._is_away = False
         self._progress, self._acts = Progress(events), Acts(events)
         self._start = self._stepped = self._progress.start
-        self._unhook = model.on_step(self.step)
+        self.between = Between(lambda: lost_s() + self._spent_s)
+        self._unhooks = [model.on_step(self.step), model.on_forward(self.between.forward)]
 
     @property
     def rule(self) -> Rule:
@@ -76,6 +79,7 @@ class Replica:
         """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
         self._count_step()
         if self._center is None:
+            self.between.stepped()
             return
         if self.pace.due(self._since_exchange, time.perf_counter() - self._start):
             self.exchange()
@@ -195,7 +199,8 @@ class Replica:
 
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""
-        self._unhook()
+        for unhook in self._unhooks:
+            unhook()
         if self._center is None:
             return
         if exchange and self._since_exchange and not self.is_center:
@@ -232,6 +237,7 @@ class Replica:
 
     def _end_step(self) -> None:
         self._stepped = time.perf_counter()
+        self.between.stepped()
         self._progress.stepped(self, self._stepped)
 
     @contextmanager

@@ -17,7 +17,7 @@ export class Totals {
     const per = totals.samples ? ["samples/s", totals.samples_per_s] : ["steps/s", totals.steps_per_s];
     const epochs = run.epoch_size ? `${(totals.samples / run.epoch_size).toFixed(2)} epochs` : "";
     this.#put("rate", per[0], short(per[1]), "", "of all workers, now");
-    this.#put("speedup", "speed-up", totals.speedup.toFixed(2), "×", "how many times as fast as one worker that waits for nobody");
+    this.#put("busy", "busy workers", totals.busy_workers.toFixed(2), `of ${totals.workers}`, "how many workers compute, in the mean; not how many times as fast they are as one");
     this.#put("goodput", "goodput", percent(totals.goodput), "", "the part of all workers' time spent for training itself");
     this.#put("sync", "sync share", percent(totals.sync_share), "", "the part of it spent in exchanges and waiting for others");
     this.#put("live", "workers", String(totals.live), `of ${totals.workers}`, "that train");
