@@ -6,7 +6,7 @@ import pytest
 
 from maniple.contracts import Outcome
 from maniple.record import Events, Row, read_events
-from maniple.worker.progress import Acts, Progress
+from maniple.worker.progress import Acts, Between, Progress
 
 # Bytes of the rows of one worker, as docs/run.md promises: in the first hour, and in each day after it.
 HOUR_S, FIRST_HOUR = 3_600, 4e6
@@ -24,6 +24,7 @@ class Replica:
         self.path, self.events = path, Events(path, worker=1000)
         self.progress, self.acts = Progress(self.events), Acts(self.events, clock=lambda: self.now)
         self.begin = self.progress.start
+        self.between = Between(lambda: self.spent_s)
 
     def train(self, steps: int, **unusual) -> None:
         for _ in range(steps):
