@@ -338,7 +338,9 @@ class Attacker:
     def member(self) -> None:
         """One connection that joins, and beats wildly."""
         with contextlib.closing(self._introduced("control")) as link:
-            frames = [encode(Join("node", self._number(), self.rng.randrange(-1, 9), self._number()), 0)]
+            frames = [
+                encode(Join("node", self._mostly((1, 99), NUMBERS), self.rng.randrange(-1, 9), self._number()), 0)
+            ]
             for _ in range(5):
                 rows = self.rng.choice(ROWS)
                 frames.append(

@@ -145,6 +145,21 @@ def test_arrays_fill_the_memory_up_to_the_limit_and_not_beyond(small):
         assert other.names() == ["a", "c"]
 
 
+def test_files_are_bounded_in_number(serving, monkeypatch):
+    monkeypatch.setattr("maniple.center.allowance.MAX_FILES", 30)
+    with client(serving) as honest:
+        honest.create("a", np.zeros(3))
+        with pytest.raises(SharedMemoryFull, match="no more arrays"):
+            for number in range(40):
+                honest.create(f"b{number}", np.zeros(3))
+        stream = stream_of(serving, "data")
+        answer = stream.receive_message()
+        assert isinstance(answer, Refusal) and "under new names" in answer.reason
+        stream.close()
+        honest.push("a", np.ones(3), alpha=0, beta=1)
+        np.testing.assert_array_equal(honest.pull("a"), np.ones(3))
+
+
 def test_a_producer_cannot_reserve_more_than_the_limit(small):
     stream = stream_of(small, "feed")
     stream.send(Supply("f", 0, 1, 4))

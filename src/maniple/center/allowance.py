@@ -30,19 +30,19 @@ class Allowance:
     def take(self, size_bytes: int, *, files: int = 0) -> None:
         """Grant so many bytes, in so many new files; SharedMemoryFull if that is too much."""
         with self._lock:
-            is_much = self._bytes + size_bytes > self.limit_bytes or self._files + files > MAX_FILES
+            is_much = self._bytes + size_bytes > self.limit_bytes or (files and self._files + files > MAX_FILES)
             if is_much or time.monotonic() - self._counted > _FRESH_S:  # some may be free again
                 self._counted, self._bytes, self._files = time.monotonic(), *_size(self._segment)
-            if self._bytes + size_bytes > self.limit_bytes:
+            if size_bytes and self._bytes + size_bytes > self.limit_bytes:
                 raise SharedMemoryFull(
                     f"no room in {self._segment} for {size_bytes / 1e6:,.1f} MB more: the run holds "
                     f"{self._bytes / 1e6:,.1f} MB of the {self.limit_bytes / 1e6:,.1f} MB that it may take for workers "
                     "and clients elsewhere. Remove what fills it, or start the host with a larger --max-memory."
                 )
-            if self._files + files > MAX_FILES:
+            if files and self._files + files > MAX_FILES:
                 raise SharedMemoryFull(
-                    f"no more arrays can be made in {self._segment}: it has {self._files:,} files (limit "
-                    f"{MAX_FILES:,}). Put several values into one array."
+                    f"no more arrays or connections under new names can be made in {self._segment}: it has "
+                    f"{self._files:,} files (limit {MAX_FILES:,}). Put several values into one array; close clients."
                 )
             self._bytes += size_bytes
             self._files += files

@@ -80,7 +80,12 @@ class Stage:
     @classmethod
     def of(cls, segment: Path, worker: str, allow: Callable[[int], None] | None = None) -> "Stage":
         """The stage of worker `worker`, made if it is not there."""
-        return cls(segment / f"{_PREFIX}{worker}", allow)
+        return cls(cls.path_of(segment, worker), allow)
+
+    @staticmethod
+    def path_of(segment: Path, worker: str) -> Path:
+        """Where the stage of worker `worker` is."""
+        return segment / f"{_PREFIX}{worker}"
 
     @property
     def word(self) -> int:

@@ -20,7 +20,7 @@ from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
 from maniple.center.serving import Serving
 from maniple.center.shared import Shared
-from maniple.center.stage import finish_all
+from maniple.center.stage import Stage, finish_all
 from maniple.center.turns import Left, Turns
 from maniple.errors import BadFrame, ManipleError
 from maniple.feed.serving import serve_feed
@@ -221,6 +221,10 @@ class Server:
             self._watched.attend(stream, lambda: self._is_told)
             return
         stream.set_timeout(NEVER_S)
+        if not Stage.path_of(
+            self._segment.path, proof.worker
+        ).exists():  # the host remembers each name that it has heard
+            self._allowance.take(0, files=1)
         turn = self._turns.take(proof.worker, stream)
         serving = Serving(
             turn,

@@ -63,7 +63,7 @@ class _Times(_Epoch):
     exchange: Amount = 0.0
     data: Amount = 0.0
     others: Amount = 0.0
-    lr: Amount | None = None
+    lr: Amount | str | None = None  # "nan" has no number in JSON
 
 
 class _Start(_Sound):

@@ -36,10 +36,11 @@ class Epoch:
 
     def add(self, row: Row) -> None:
         """Some batches of it."""
+        lr = float(row["lr"]) if row.get("lr") is not None else None
         batches, loss, split = int(row["batches"]), float(row["loss"]), [float(row[part]) for part in PARTS]
         self.loss = (self.loss * self.batches + loss * batches) / max(1, self.batches + batches)
         self.batches += batches
-        self.lr = row.get("lr")
+        self.lr = lr
         self.measures_data |= bool(row.get("measures_data")) or split[PARTS.index("data")] > 0
         for part, seconds in zip(PARTS, split, strict=True):
             self.split[part] += seconds
