@@ -32,6 +32,11 @@ def test_all_that_was_printed_is_in_the_log_when_the_process_is_collected(printi
     assert not output.problem and not output.kept
 
 
+def test_process_that_prints_nothing_has_an_empty_log(printing, tmp_path):
+    printing()
+    assert (tmp_path / "worker-0.log").read_text() == ""
+
+
 def test_line_that_a_kill_has_cut_is_not_glued_to_the_first_of_the_next_process(printing, tmp_path):
     (tmp_path / "worker-0.log").write_text("whole\ncut in the mid")
     output = printing()

@@ -33,6 +33,8 @@ class Output:
     def __init__(self, log: Path, before: "Output | None" = None) -> None:
         self.problem = ""
         self._log, self._file = log, -1
+        with suppress(OSError):  # there is a log of each process, also of one that says nothing
+            log.touch()
         self._reading, self.pipe = os.pipe()
         os.set_blocking(self._reading, False)
         with suppress(OSError):  # a user with very many pipes gets small ones
