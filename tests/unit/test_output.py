@@ -32,12 +32,27 @@ def test_all_that_was_printed_is_in_the_log_when_the_process_is_collected(printi
     assert not output.problem and not output.kept
 
 
+def test_process_that_prints_nothing_has_an_empty_log(printing, tmp_path):
+    printing()
+    assert (tmp_path / "worker-0.log").read_text() == ""
+
+
 def test_line_that_a_kill_has_cut_is_not_glued_to_the_first_of_the_next_process(printing, tmp_path):
     (tmp_path / "worker-0.log").write_text("whole\ncut in the mid")
     output = printing()
     os.write(output.pipe, b"the next life\n")
     output.finish()
     assert (tmp_path / "worker-0.log").read_text() == "whole\ncut in the mid\nthe next life\n"
+
+
+def test_line_that_is_printed_in_pieces_stays_one_though_the_log_was_closed_meanwhile(printing, tmp_path):
+    output = printing()
+    for piece in (b"epoch 1: ", b"....", b" done\n"):
+        os.write(output.pipe, piece)
+        output.finish()
+        with output._lock:
+            output._shut()  # as when nothing comes for a while
+    assert (tmp_path / "worker-0.log").read_text() == "epoch 1: .... done\n"
 
 
 def test_log_that_cannot_be_written_takes_the_newest_lines_when_it_can_again(printing, tmp_path):

@@ -18,7 +18,7 @@ from maniple.record.events import open_rows
 _PIPE_BYTES = 1 << 20  # what a process may print while the launcher is stopped: the most that Linux grants a user
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 16  # of what the disk does not take, the newest
-_RETRY_S = 1.0
+_IDLE_S = 1.0  # until a disk is tried again that was full, and a log is closed to which nothing comes
 
 
 class Output:
@@ -33,12 +33,14 @@ class Output:
     def __init__(self, log: Path, before: "Output | None" = None) -> None:
         self.problem = ""
         self._log, self._file = log, -1
+        with suppress(OSError):  # there is a log of each process, also of one that says nothing
+            log.touch()
         self._reading, self.pipe = os.pipe()
         os.set_blocking(self._reading, False)
         with suppress(OSError):  # a user with very many pipes gets small ones
             fcntl.fcntl(self.pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._kept, self._lost = before.hand_over() if before is not None else (bytearray(), 0)
-        self._is_open = True  # somebody may print
+        self._is_open = self._is_first = True  # somebody may print; nothing is written yet
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="maniple-output", daemon=True).start()
 
@@ -64,10 +66,13 @@ class Output:
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         while self._is_open:
-            poll.poll(_RETRY_S * 1000 if self._kept else None)
-            self.finish()
+            has_come = poll.poll(_IDLE_S * 1000 if self._kept or self._file >= 0 else None)
+            with self._lock:
+                self._pump()
+                if not has_come:  # descriptors are scarce where there are many workers
+                    self._shut()
         while self._kept:
-            time.sleep(_RETRY_S)
+            time.sleep(_IDLE_S)
             self.finish()
 
     def _pump(self) -> None:
@@ -83,7 +88,11 @@ class Output:
                 os.close(self._reading)
         if self._kept:
             self._put(b"")
-        if not self._is_open and not self._kept and self._file >= 0:
+        if not self._is_open:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._file >= 0 and not self._kept:
             os.close(self._file)
             self._file = -1
 
@@ -101,8 +110,9 @@ class Output:
     def _write(self) -> None:
         if self._file < 0:
             self._file, is_cut = open_rows(self._log)
-            if is_cut:  # its predecessor was killed in the middle of a line
+            if is_cut and self._is_first:  # its predecessor was killed in the middle of a line
                 self._kept[:0] = b"\n"
+            self._is_first = False
         note = f"\n[maniple: {self._lost:,} bytes are missing here: {self.problem}]\n".encode() if self._lost else b""
         written = os.write(self._file, note + self._kept)
         if written >= len(note):
