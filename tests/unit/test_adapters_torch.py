@@ -483,6 +483,8 @@ def test_forward_passes_in_training_mode_are_told_of_and_copies_tell_nothing():
     module(x)
     module.eval()(x)
     module.train()
+    with torch.no_grad():
+        module(x)  # validation, by a script that does not know of eval()
     saved = io.BytesIO()
     torch.save(module, saved)  # the whole module, as some do
     saved.seek(0)

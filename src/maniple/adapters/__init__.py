@@ -22,7 +22,7 @@ class Adapter(Model, Protocol):
         ...
 
     def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Call `act` before each forward pass in training mode, where that can be seen; gives back what undoes it."""
+        """Call `act` before each forward pass that trains, where that can be seen; gives back what undoes it."""
         ...
 
     @property

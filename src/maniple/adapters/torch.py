@@ -94,7 +94,8 @@ class Module:
         return self._optimizer.register_step_pre_hook(before_step).remove
 
     def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Call `act` before each forward pass of the module in training mode; gives back what undoes it.
+        """Call `act` before each forward pass of the module in training mode and with gradients; gives back what
+        undoes it.
 
         What is compiled with the module does not call it.
         """
@@ -249,7 +250,7 @@ class _Forward:
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # a constant there, so that nothing of this hook is compiled
             return
-        if module.training and self._act is not None:
+        if self._act is not None and module.training and torch.is_grad_enabled():
             self._act()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

@@ -42,8 +42,8 @@ def totals(replica: Traveller) -> dict[str, float]:
 
 
 class Between:
-    """The time from the end of a step to the next forward pass in training mode: loading data, and whatever else a
-    script does there, such as logging and validation.
+    """The time from the end of a step to the next forward pass that trains: loading data, and whatever else a script
+    does there, such as logging and validation.
 
     Args:
         counted: the seconds that are counted otherwise, such as exchanges and waiting for feeds.
