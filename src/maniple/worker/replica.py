@@ -38,6 +38,7 @@ class Replica:
 
     rounds: int = 0
     waited_s: float = 0.0
+    continues: bool = False  # its optimizer has the state that was saved before the run was resumed
 
     def __init__(
         self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
@@ -64,6 +65,11 @@ class Replica:
     def rule(self) -> Rule:
         """What an exchange does; its settings may be changed while running."""
         return self._rule
+
+    @property
+    def is_keeper(self) -> bool:
+        """This worker saves the state of the optimizer: its own, or the one that all workers have."""
+        return True
 
     def begin(self) -> None:
         """Take the center's values; the creator too: rules with a memory begin from them."""
@@ -220,6 +226,7 @@ class Replica:
     def _end_step(self) -> None:
         self._stepped = time.perf_counter()
         self._progress.stepped(self, self._stepped)
+        self._worker.end_step(self)
 
     @contextmanager
     def _insisting(self) -> Generator[None]:
