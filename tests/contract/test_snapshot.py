@@ -388,3 +388,16 @@ def test_fewer_workers_with_shares_of_their_own_continue_where_the_last_of_them_
     fewer = Host.resume(memory, tmp_path / "run", {"workers": 2})
     assert [(one.is_common, one.samplers[0]) for one in position.read(fewer.segment.path)] == [(True, (1, 200, 1000))]
     fewer.close(0)
+
+
+def test_of_workers_who_meet_and_kept_no_position_it_is_not_said_that_nothing_was_lost(memory, tmp_path):
+    first = Host.start(memory, tmp_path, "run", {})
+    center, _ = Shared.open_or_create(first.segment, "center-0", adapt(some()), rank=0, note="BSP()")
+    center.close()
+    first.segment.close()  # killed
+    second = Host.resume(memory, tmp_path / "run", {"workers": 2})
+    assert second.news == [
+        "the center has survived in shared memory: steps since it was brought up to date are lost",
+        "where it was in the data is not known: a script with fixed shares begins its epochs again",
+    ]
+    second.close(0)

@@ -24,6 +24,7 @@ from maniple.errors import InvalidArgument
 from maniple.host.keeping import (
     begin_again,
     find_again,
+    is_kept_seldom,
     is_overtaken,
     keep,
     repeated_steps,
@@ -148,7 +149,10 @@ class Host:
             finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
             one = settle(segment.path, position.read(segment.path), int(asked.get("workers") or 0))
             # Workers who meet bring the center up to date from time to time only; others with each exchange.
-            lost = "no exchange was lost" if one is None else _repeated(folder, one)
+            lost = (
+                "steps since it was brought up to date are lost" if is_kept_seldom(segment) else "no exchange was lost"
+            )
+            lost = lost if one is None else _repeated(folder, one)
             news.append(f"the center has survived in shared memory: {lost}")
             folder.describe(resumed=time.time(), exit_code=None, ended=None, **_asked_now(asked))
             host = cls(folder, segment, lineage, asked, most=most)

@@ -12,6 +12,7 @@ import msgspec
 
 from maniple.center.locks import held
 from maniple.center.segment import Segment
+from maniple.center.shared import Shared
 from maniple.center.snapshot import Manifest, prune, restore, write_snapshot
 from maniple.errors import InvalidArgument
 from maniple.host.desk import Minutes
@@ -130,8 +131,18 @@ def repeated_steps(folder: Folder, one: Position) -> int:
     return max(0, steps - (0 if began > one.saved else one.own_steps))
 
 
+def is_kept_seldom(segment: Segment) -> bool:
+    """The center is that of workers who meet, and bring it up to date from time to time."""
+    notes: list[str] = []
+    for path in segment.centers():
+        if (center := Shared.open(segment, path)) is not None:
+            notes.append(center.note)
+            center.close()
+    return any(note.startswith(("BSP(", "MSync(", "LocalSGD(")) or "sync=True" in note for note in notes)
+
+
 def where(segment: Segment, one: Position | None) -> str:
-    """Where in the data the workers continue, in words; nothing if that is not known."""
+    """Where in the data the workers continue, in words; nothing if there is nothing to continue."""
     if one is not None:
         data = next((one.samplers[number] for number in sorted(one.samplers)), None)
         told = "" if data is None else f", epoch {data[0]}, sample {data[1]:,} of {data[2]:,}"
@@ -140,6 +151,8 @@ def where(segment: Segment, one: Position | None) -> str:
         epoch, done = found.progress
         if epoch or done:
             return f"it continues in epoch {epoch}, of which {done:,} of {found.terms.count:,} samples are done"
+    if is_kept_seldom(segment):  # by workers elsewhere
+        return "where it was in the data is not known: a script with fixed shares begins its epochs again"
     return ""
 
 

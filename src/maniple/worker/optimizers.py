@@ -41,10 +41,10 @@ class Optimized(Protocol):
 
 
 class Optimizers:
-    """The optimizers of one worker. Without a run folder that is seen from here, nothing is saved."""
+    """The optimizers of one worker. Nothing is saved by workers elsewhere, who do not share memory with the host."""
 
     def __init__(self, place: Place, segment: Path | None) -> None:
-        is_here = place.run is not None and place.run.is_dir()
+        is_here = segment is not None and place.run is not None and place.run.is_dir()
         self._folder = Folder(place.run).optimizer if place.run is not None and is_here else None
         self._rank, self._segment = place.rank, segment
         self._saved: list[tuple[int, Adapter, Optimized]] = []
