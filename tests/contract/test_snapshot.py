@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from maniple.host.restored import Restored
 from maniple.place import Limits
 from maniple.record import Events, Folder, read_events
 from maniple.record.folder import write_whole
+from maniple.sampler import position
+from maniple.sampler.position import Position
 from maniple.wire.messages import Request
 
 from ..limits import file_limit
@@ -259,7 +262,7 @@ def test_host_takes_a_surviving_center_over(memory, tmp_path):
     first.segment.close()  # killed
     second = Host.resume(memory, tmp_path / "run", {"asked": 2})
     assert second.lineage == lineage
-    assert second.news == ["the center has survived in shared memory: nothing was lost"]
+    assert second.news == ["the center has survived in shared memory: no exchange was lost"]
     assert "scalar" in load_file(second.close(0)[0])
     assert list(memory.iterdir()) == []
     rows = read_events(Folder(tmp_path / "run").events("host"))
@@ -416,3 +419,68 @@ def test_best_is_not_removed_for_a_better_one_that_cannot_be_written(memory, tmp
     assert validate(host, 30, loss=4.0)
     assert best_of(tmp_path / "run") == [20, 20]
     host.close(0)
+
+
+def write_progress(run: Path, steps: int) -> None:
+    events = Events(Folder(run).events(0))
+    events.write("join", rank=0)
+    for step in (steps - 20, steps):
+        events.write("progress", step=step, samples=10 * step, elapsed=1.0)
+    events.close()
+
+
+@pytest.mark.parametrize("how", ["adopted", "restored", "ended"])
+def test_steps_after_the_center_of_workers_who_meet_are_said_to_be_repeated(memory, tmp_path, how):
+    first = begun(memory, tmp_path)
+    write_progress(tmp_path / "run", 138)
+    at = Position(0, 2, True, steps=1234, own_steps=100, rounds=1234, samplers={0: (3, 4096, 10_000)})
+    at.write(first.segment.path)
+    if how == "adopted":
+        first.segment.close()  # killed
+    elif how == "restored":
+        first.save()
+        first.segment.remove()  # with the machine
+    else:
+        first.close(1)
+    second = Host.resume(memory, tmp_path / "run", {"workers": 2})
+    assert "about 38 steps that were made after it are repeated" in second.news[0]
+    assert second.news[1] == "it continues from step 1,234 of worker 0, epoch 3, sample 4,096 of 10,000"
+    assert not any("nothing was lost" in line for line in second.news)
+    assert position.read(second.segment.path) == [at], "the workers find it there"
+    second.close(0)
+
+
+def test_nothing_was_lost_of_workers_who_meet_if_the_center_has_their_last_step(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    write_progress(tmp_path / "run", 138)
+    Position(0, 2, True, steps=138, own_steps=138).write(first.segment.path)
+    first.close(130)
+    second = Host.resume(memory, tmp_path / "run", {"workers": 2})
+    assert second.news[0].endswith("nothing was lost") and second.news[1] == "it continues from step 138 of worker 0"
+    second.close(0)
+
+
+def test_fewer_workers_with_shares_of_their_own_continue_where_the_last_of_them_was(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    for rank, place in enumerate((300, 200, 400)):
+        Position(rank, 3, False, 100, 100, samplers={0: (1, place, 1000)}).write(first.segment.path)
+    first.close(0)
+    same = Host.resume(memory, tmp_path / "run", {"workers": 3})
+    assert [one.samplers[0][1] for one in position.read(same.segment.path)] == [300, 200, 400]
+    same.close(0)
+    fewer = Host.resume(memory, tmp_path / "run", {"workers": 2})
+    assert [(one.is_common, one.samplers[0]) for one in position.read(fewer.segment.path)] == [(True, (1, 200, 1000))]
+    fewer.close(0)
+
+
+def test_of_workers_who_meet_and_kept_no_position_it_is_not_said_that_nothing_was_lost(memory, tmp_path):
+    first = Host.start(memory, tmp_path, "run", {})
+    center, _ = Shared.open_or_create(first.segment, "center-0", adapt(some()), rank=0, note="BSP()")
+    center.close()
+    first.segment.close()  # killed
+    second = Host.resume(memory, tmp_path / "run", {"workers": 2})
+    assert second.news == [
+        "the center has survived in shared memory: steps since it was brought up to date are lost",
+        "where it was in the data is not known: a script with fixed shares begins its epochs again",
+    ]
+    second.close(0)

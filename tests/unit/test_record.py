@@ -230,7 +230,10 @@ def test_large_file_is_followed_by_another_and_readers_see_one_record(path, smal
 
 def test_rows_that_were_sent_go_to_the_newest_file_once(path, small_parts):
     path.parent.mkdir()
-    batches = [b"".join(b'{"event":"log","timestamp":1.0,"step":%d}\n' % step for step in range(k, k + 40)) for k in range(0, 400, 40)]
+    batches = [
+        b"".join(b'{"event":"log","timestamp":1.0,"step":%d}\n' % step for step in range(k, k + 40))
+        for k in range(0, 400, 40)
+    ]
     for batch in batches:
         for _ in range(2):
             append_rows(path, batch)

@@ -40,6 +40,12 @@ class Owner:
     def mind_absence(self, replica) -> None:
         pass
 
+    def kept(self, replica, workers) -> None:
+        pass
+
+    def end_step(self, replica) -> None:
+        pass
+
 
 @pytest.fixture
 def segment(tmp_path):

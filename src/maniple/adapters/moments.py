@@ -72,11 +72,20 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+# What files of tensors have no name for, and what it is written as.
+_WRITTEN = {"bfloat16": torch.int16, "float16": torch.int16, "bool": torch.uint8, "complex64": torch.float32,
+            "complex128": torch.float64}  # fmt: skip
+
+
 def _to_array(tensor: Tensor) -> Array:
     tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    if (dtype := _WRITTEN.get(dtype_name(tensor))) is None:
+        return tensor.numpy()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(dtype)).numpy()
 
 
 def _to_tensor(array: Array, dtype: str) -> Tensor:
     tensor = torch.from_numpy(np.array(array))
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    if dtype_name(tensor) == dtype:
+        return tensor
+    return torch.view_as_complex(tensor) if dtype.startswith("complex") else tensor.view(getattr(torch, dtype))

@@ -130,7 +130,13 @@ class Module:
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """The optimizer's state as named arrays and plain values."""
-        return ({}, {}) if self._optimizer is None else packed(self._optimizer)
+        if self._optimizer is None:
+            return {}, {}
+        arrays, plain = packed(self._optimizer)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        plain["kind"] = type(self._optimizer).__name__
+        plain["parameters"] = [[names.get(id(one), ""), list(one.shape)] for one in self._trained()]
+        return arrays, plain
 
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         """Give the optimizer such a state."""

@@ -116,7 +116,7 @@ def run(**options: Any) -> None:
       maniple run -n 4 --rule downpour --every 1 train.py --lr 0.05
       maniple run -n 2 --devices cuda:0,cuda:1 --maximum-rate 0.1 train.py
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz
-      maniple run -n 4 --resume runs/last train.py
+      maniple run --resume runs/last                        as it was begun, where it was
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
       maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
       maniple run -n 4 --feed produce.py --producers 2 train.py

@@ -52,7 +52,7 @@ def settings(command: Command) -> Command:
                 "--resume",
                 type=click.Path(path_type=Path),
                 metavar="RUN",
-                help="Go on with a run whose host has ended or was killed, in its own folder.",
+                help="Continue a run whose host has ended or was killed, in its own folder.",
             ),
             click.option(
                 "--snapshot",

@@ -4,7 +4,6 @@ An epoch has `data.n_batch_train` batches, over all workers. Each worker is give
 where workers are free of each other, so that fast ones take more; in equal shares where they meet after each step.
 """
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,7 +52,6 @@ class Loop:
         every = int(getattr(model, "record_every", _RECORD_EVERY))
         self._recorder = Recorder(worker, self._replica, every=every, is_shown=is_shown, lr=self._lr)
         self._rows: list[dict[str, Any]] = []
-        self._skipped = 0  # batches of the first epoch that the others have made already
 
     def run(self) -> None:
         """Until the last epoch, or until it is time to stop."""
@@ -72,10 +70,9 @@ class Loop:
 
     def _go_on(self) -> int:
         """The epochs that were made before this process began. Their learning rates are passed through again."""
-        made = self._made_by_others()
+        made = self._replica.rounds > 0  # by others, to whom this worker has come
         found = history.newest(self._run, before_start=self._is_together)
-        epochs = 0 if found is None else found[1].epochs
-        epochs, self._skipped = epochs + made // len(self._sampler), made % len(self._sampler)
+        epochs = max(0 if found is None else found[1].epochs, self._sampler.first_epoch)
         if self._is_together and not made and self._has_restarted:  # nobody was there to meet: they may have ended
             epochs = max(epochs, history.made(self._run))
         for epoch in range(epochs):
@@ -83,18 +80,15 @@ class Loop:
         if found is not None:
             folder, training = found
             self._rows = training.rows
-            if not made:  # else it has come with the others' parameters
+            if not made and not self._replica.continues:  # else it has come with the parameters, or is newer
                 history.load_optimizer(folder, training, self._optimizer)
             if self._is_shown:
-                show(f"going on after epoch {epochs}, with optimizer and record of {folder.name}")
+                what = "the record" if self._replica.continues else "optimizer and record"
+                show(f"going on after epoch {epochs}, with {what} of {folder.name}")
         self._sampler.epoch = epochs
         if self._looks is not None:
             self._looks.epoch = epochs
         return epochs
-
-    def _made_by_others(self) -> int:
-        """The steps of workers who meet, since the run was started: who comes late goes on where they are."""
-        return int(getattr(self._replica, "rounds", 0)) * int(getattr(self._replica.pace, "n", 1))
 
     def _train(self, epoch: int) -> bool:
         """One epoch; True if it was made to its end, and this worker had a part in it."""
@@ -114,7 +108,7 @@ class Loop:
 
     def _counts(self) -> Iterator[int]:
         """The numbers of this worker's batches; who waits for one, waits for others."""
-        numbers, self._skipped = itertools.islice(self._sampler, self._skipped, None), 0
+        numbers = iter(self._sampler)
         while True:
             self._recorder.start()
             count = next(numbers, None)
@@ -124,6 +118,7 @@ class Loop:
             yield count
 
     def _finish(self, epoch: int) -> None:
+        self._sampler.passed()
         found = self._validate(epoch)
         self._rows.append(self._recorder.finish({f"val_{name}": value for name, value in found.items()}))
         k = self._snapshot_epochs

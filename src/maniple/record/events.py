@@ -231,6 +231,16 @@ class Tails:
                     unread = writer(name)
 
 
+def last_piece(path: Path, size_bytes: int = 1 << 20) -> list[bytes]:
+    """The last lines of a file, about so many bytes of them; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size_bytes))
+            return file.read().split(b"\n")
+    except OSError:
+        return []
+
+
 def parse_events(lines: list[bytes]) -> Iterator[Row]:
     """The rows in `lines`; what was cut by a full disk or a crash, or cannot be a row of maniple's, is passed over."""
     for line in lines:

@@ -4,6 +4,7 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
             events/*.jsonl  the rows of each process; a large file is followed by another
             logs/*.log      what each process printed
             center/         the shared parameters, as snapshots
+            optimizer/      the state of each worker's optimizer
             token           by which workers elsewhere and the host know each other; readable by its owner alone
             host.json       where the host listens
             stop            `maniple stop` has left it: the run is to end
@@ -76,6 +77,15 @@ class Folder:
     def center(self) -> Path:
         """Where snapshots of the center lie."""
         return self.path / "center"
+
+    @property
+    def optimizer(self) -> Path:
+        """Where workers save the state of their optimizers."""
+        return self.path / "optimizer"
+
+    def optimizers(self, pattern: str = "center-*") -> list[Path]:
+        """The files there."""
+        return sorted(self.optimizer.glob(pattern))
 
     def events(self, who: int | str) -> Path:
         """The rows of worker `who`, or of the host."""

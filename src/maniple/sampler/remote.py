@@ -13,7 +13,7 @@ from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
 from maniple.sampler.lease import Holder, Lease, Terms, Verdict
 from maniple.sampler.table import MOST_LEASES, Table
 
-TERMS, LEASE = "maniple-terms", "maniple-lease"  # the two questions
+TERMS, LEASE, EPOCH = "maniple-terms", "maniple-lease", "maniple-epoch"  # the questions
 _MOST_SAMPLERS = 1 << 10  # each has a table of 256 KB in memory
 _MOST_SAMPLES = 1 << 53
 
@@ -48,7 +48,7 @@ class Tables:
         self._lock = threading.Lock()  # a table excludes other processes; this one's threads are for us to exclude
 
     def grant(self, question: str, info: Any, holder: Holder) -> Any:
-        """The answer to one of the two questions."""
+        """The answer to one of the questions."""
         try:
             wish = msgspec.convert(info, Wish)
         except msgspec.ValidationError as error:
@@ -65,6 +65,8 @@ class Tables:
             table = self._opened(wish)
             if question == TERMS:
                 return msgspec.to_builtins(table.terms)
+            if question == EPOCH:
+                return table.first_epoch
             if table.terms != wish.terms:  # the host began again from a snapshot before this sampler's time
                 raise InvalidArgument(
                     f"sampler {wish.sampler} is cut into chunks of {table.terms.chunk} now, this worker's of "
@@ -88,6 +90,7 @@ class Borrower:
         self._ask, self._number, self._on_away = ask, number, on_away
         self.terms = terms
         self.terms = msgspec.convert(ask(TERMS, self._wish(), timeout_s=_OPEN_S), Terms)
+        self.first_epoch = int(ask(EPOCH, self._wish(), timeout_s=_OPEN_S))
         self._chunks = -(-self.terms.count // self.terms.chunk)
         self._held: set[int] = set()
         self._news: dict[str, list[int]] = {"drawn": [], "done": [], "back": []}  # that the host has not heard yet

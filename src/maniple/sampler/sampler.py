@@ -31,6 +31,11 @@ class Lender(Protocol):
 
     @property
     def terms(self) -> Terms: ...
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch of which samples are left."""
+        ...
+
     def take(
         self, epoch: int, *, drawn: list[int] = ..., done: list[int] = ..., back: list[int] = ...
     ) -> Lease | Verdict: ...
@@ -40,7 +45,9 @@ class Order:
     """The samples of all epochs, in their order, and how many of them this worker has taken.
 
     Attributes:
+        count: the samples of an epoch, over all workers.
         epoch: the passes begun.
+        first_epoch: the first epoch of which samples were left when this sampler was made.
         is_finished: the passes that were asked for are made.
     """
 
@@ -52,11 +59,15 @@ class Order:
         shuffle: bool = True,
         max_epochs: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
+        on_empty: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.is_finished = False
+        self.first_epoch = 0
+        self._on_empty = on_empty  # is told of `first_epoch` when a pass of an earlier epoch begins
         self._max_epochs = max_epochs
-        self._count, self._seed, self._shuffle, self._should_stop = count, seed, shuffle, should_stop
+        self.count = self._count = count
+        self._seed, self._shuffle, self._should_stop = seed, shuffle, should_stop
         self._given = 0
         self._rest: Iterator[int] = iter(())  # of the piece being handed out
         self._pending = 0  # taken from pieces and not handed out yet, by `batches`
@@ -112,12 +123,17 @@ class Order:
     def settled(self) -> None:
         """The center has all that was learned so far."""
 
+    def passed(self) -> None:
+        """The loop has come to the end of a pass, and has trained on all of it."""
+
     def finish(self, *, is_early: bool) -> None:
         """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""
 
     def _pass(self) -> Iterator[Indices]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         self._given, self._rest, self._pending = self.taken, iter(()), 0  # the last pass may have been left early
+        if epoch < self.first_epoch:
+            self._on_empty(self.first_epoch)
         if not self._max_epochs or epoch < self._max_epochs:
             yield from self._chunks(epoch)
             if self._should_stop():
@@ -133,7 +149,8 @@ class Shard(Order):
 
     All workers take equally many: the last `count % world` samples of an epoch's order are left out, others in
     each epoch. With `is_whole`, for validation, none is left out: shares may differ by one sample, and with fewer
-    samples than workers some are empty. Two runs of the same seed take the same samples.
+    samples than workers some are empty. Two runs of the same seed take the same samples. After `begin_at`, the passes
+    of earlier epochs are empty, and the first one that is not begins in the middle of its epoch.
     """
 
     def __init__(self, count: int, *, rank: int, world: int, is_whole: bool = False, **rest: Any) -> None:
@@ -144,13 +161,51 @@ class Shard(Order):
                 "Use fewer workers or more data."
             )
         self._rank, self._world = rank, world
-        self._end = count if is_whole else count - count % world
+        self._is_whole = is_whole
+        self._lead = Lead()
+        self._begun = (0, 0)  # the epoch, and the place in its order, at which the newest pass has begun
+        self._base = self._share = 0  # the samples taken before that pass, and those of the pass itself
 
     def __len__(self) -> int:
-        return len(range(self._rank, self._end, self._world))
+        return len(self._places(0))
+
+    def _places(self, start: int) -> range:
+        """The places of this worker in an epoch's order, from `start` on."""
+        rest = self._count - start
+        end = self._count if self._is_whole else start + rest - rest % self._world
+        return range(start + self._rank, end, self._world)
+
+    def begin_at(self, epoch: int, place: int) -> None:
+        """Continue there: earlier epochs are done, and so many places of this one's order; before the first pass."""
+        if not self.epoch:
+            each = (self._count - place) // self._world
+            self._begun = (epoch, place) if place >= 0 and each > 0 else (epoch + 1, 0)
+            self.first_epoch = self._begun[0]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the places of its order whose samples all workers have trained on, if all are as far."""
+        epoch, place = self._begun
+        trained = self._lead.trained - self._base
+        return (epoch + 1, 0) if 0 < self._share <= trained else (epoch, place + trained * self._world)
+
+    def stepped(self) -> None:
+        self._lead.stepped(self.taken)
+
+    def passed(self) -> None:
+        """What the newest pass has handed out is trained on."""
+        if self.taken - self._base == self._share:
+            self._lead.trained = self.taken
 
     def _chunks(self, epoch: int) -> Iterator[Indices]:
-        yield self.permutation(epoch)[self._rank : self._end : self._world]
+        if epoch < self.first_epoch:
+            return
+        place = self._begun[1] if not self._share and epoch == self.first_epoch else 0
+        places = self._places(place)
+        self._share = len(places)
+        self._begun, self._base = (epoch, place), self.taken
+        self._lead.drained(self.taken)
+        yield self.permutation(epoch)[places.start : places.stop : places.step]
 
 
 class Sampler(Order):
@@ -176,6 +231,7 @@ class Sampler(Order):
         **rest: Any,
     ) -> None:
         super().__init__(count, **rest)
+        self.first_epoch = lender.first_epoch
         self._on_wait = on_wait  # those who have the last samples may themselves wait for this worker
         self._is_shared = is_shared  # a model is: what is drawn before its first step is not trained on yet
         self._lender, self._world = lender, max(1, world)

@@ -43,6 +43,7 @@ class Replica:
     rounds: int = 0
     waited_s: float = 0.0
     members: tuple[int, ...] | None = None
+    continues: bool = False  # its optimizer has the state that was saved before the run was resumed
 
     def __init__(
         self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
@@ -70,6 +71,11 @@ class Replica:
     def rule(self) -> Rule:
         """What an exchange does; its settings may be changed while running."""
         return self._rule
+
+    @property
+    def is_keeper(self) -> bool:
+        """This worker saves the state of the optimizer: its own, or the one that all workers have."""
+        return True
 
     def begin(self) -> None:
         """Take the center's values; the creator too: rules with a memory begin from them."""
@@ -239,6 +245,7 @@ class Replica:
         self._stepped = time.perf_counter()
         self.between.stepped()
         self._progress.stepped(self, self._stepped)
+        self._worker.end_step(self)
 
     @contextmanager
     def _insisting(self) -> Generator[None]:

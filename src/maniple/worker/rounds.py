@@ -1,7 +1,7 @@
 """The rounds of one replica: its part in a circle, from entering it to its end."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,8 @@ class Holder(Protocol):
     """What the rounds ask of their replica."""
 
     def memory_of(self, i: int) -> Array | None: ...
+    def position(self) -> Any: ...
+    def continue_at(self, position: Any, rounds: int) -> None: ...
     def pull_center(self) -> None:
         """Take the center's values."""
         ...
@@ -170,7 +172,8 @@ class Rounds:
         count = len(self._model.entries)
         memory = [value for i in range(count) if (value := self._holder.memory_of(i)) is not None]
         extra = {} if self._digests is None else {"digests": self._digests}
-        if write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, {"rounds": self.count}):
+        plain = {"rounds": self.count, "position": self._holder.position()}
+        if write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, plain):
             self._events.write("greeted", meeting=meeting)
 
     def _take_parcel(self) -> None:
@@ -182,4 +185,5 @@ class Rounds:
             return
         extra, plain = take_parcel(path, self._model, self._holder.memory_of)
         self.count, self._digests = plain["rounds"], extra.get("digests")
+        self._holder.continue_at(plain["position"], self.count)
         self._events.write("entered", rounds=self.count)

@@ -239,4 +239,4 @@ class _Local:
 
     def __init__(self, table: Table, holder: Holder) -> None:
         self.take: Callable[..., Lease | Verdict] = functools.partial(table.take, holder)
-        self.terms = table.terms
+        self.terms, self.first_epoch = table.terms, table.first_epoch

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from maniple.adapters import Adapter, Flat
 from maniple.circle.absence import PassedOver
@@ -78,6 +79,11 @@ class Synced(Replica):
     def waited_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The time spent waiting for the other workers so far."""
         return self._rounds.waited_s
+
+    @property
+    def is_keeper(self) -> bool:
+        """With gradients all optimizers are the same, and the first of those of the last round is enough."""
+        return self._gradients is None or self._rounds.is_first
 
     def begin(self) -> None:
         """Enter the circle: with the values of the center or of the first worker, or of those who are there already."""
@@ -296,12 +302,22 @@ class Synced(Replica):
         begin = time.perf_counter()
         with shown(self._model, self._rule, self._layout, self._memory):
             outcome, _ = self._timed("keep", self._center.push, self._model)
+        if not outcome.refused:
+            self._worker.kept(self, len(self._rounds.last.ranks))
         self._refusals.mind(outcome)
         self._keep_pace.exchanged(time.perf_counter() - begin, self._layout.size_bytes)
 
     def memory_of(self, i: int) -> Array | None:
         """What the rule keeps for entry i."""
         return None if self._memory is None else self._memory[i]
+
+    def position(self) -> Any:
+        """Where this worker is in the data."""
+        return self._worker.position(self)
+
+    def continue_at(self, position: Any, rounds: int) -> None:
+        """Begin with the samples where the others are."""
+        self._worker.continue_at(position, rounds)
 
     def pull_center(self) -> None:
         """Take the center's values."""

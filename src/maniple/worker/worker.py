@@ -1,7 +1,7 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
 from maniple.worker.logged import logged
+from maniple.worker.optimizers import Optimizers
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
@@ -73,6 +74,9 @@ class Worker(Calls):
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
+        self._samples.settle_in(self._seat, place)
+        segment = None if self._seat is None else self._seat.segment
+        self._optimizers = Optimizers(place, None if segment is None else segment.path)
         self.has_left = self._has_failed = False
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
@@ -122,6 +126,7 @@ class Worker(Calls):
         buffers: bool = True,
         lock: bool = True,
         stop: StopAfter | None = None,
+        save_optimizer: bool = True,
     ) -> Replica:
         """Share `model` with all other workers.
 
@@ -141,6 +146,8 @@ class Worker(Calls):
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
                 some contributions may be lost.
             stop: when this worker should end by itself.
+            save_optimizer: save the optimizer's state in the run folder with each snapshot and when this worker
+                leaves, and continue with it after `--resume`; learning rates and the like are the script's own.
         """
         rule, pace, wire = settle(self._place, rule, pace, wire)
         check_rule(self._place, rule)
@@ -154,6 +161,8 @@ class Worker(Calls):
                 "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
             )
         replica = self._replica(adapter, center, rule, pace, wire)
+        if save_optimizer:  # before it begins: those who are there already know more
+            replica.continues = self._optimizers.add(len(self._replicas), adapter, replica)
         replica.begin()
         self._changing.begin(replica)
         self._replicas.append(replica)
@@ -208,6 +217,21 @@ class Worker(Calls):
             on_wait=self._rest,
         )
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left to train, of `count`: `for epoch in worker.epochs(5):`.
+
+        All from 0 on, as `range(count)` gives; in a run that was resumed, and for a worker that comes late, from the
+        first one of which samples are left on. The loop ends early with `--max-epochs`, and when the worker should
+        stop. Make the samplers before it, and go through each once per epoch.
+        """
+        if count < 0:
+            raise InvalidArgument(f"{count} epochs cannot be made. Give 0 or more.")
+        epoch, end = self._samples.begin_loop(count), min(count, self._place.limits.max_epochs or count)
+        while epoch < end and not self.should_stop:
+            yield epoch
+            self._samples.passed()
+            epoch += 1
+
     def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
         """Ask the controller, and get its answer: anything that JSON knows.
 
@@ -249,11 +273,16 @@ class Worker(Calls):
                 replica.finish(exchange=not self._has_failed)
             if not self._has_failed:
                 self._samples.finish(is_early=self.is_hurried or self._is_told_to_stop())
+                for replica in self._replicas[:1]:
+                    if replica.rule.meets == "center":
+                        self._samples.note(replica, is_common=False, is_last=True)
         finally:
             self._feeds.close()
             self._circles.close()
             if self._seat is not None:
                 self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed)
+        if not self._has_failed:
+            self._optimizers.save()
 
     def _depart(self) -> None:
         """The script has ended."""
@@ -282,10 +311,35 @@ class Worker(Calls):
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
 
+    def end_step(self, replica: Replica) -> None:
+        """A step is over, exchanges and all: if a snapshot is being written, save what the center does not have."""
+        if self._optimizers.is_due():
+            if replica.rule.meets == "gradients" and replica.is_keeper:
+                replica.publish()  # the center, its position in the data and the optimizer are of the same step
+            self._optimizers.save()
+
     def settled(self, replica: Replica) -> None:
         """The center has all that a replica has learned."""
         if self._replicas and replica is self._replicas[0]:
             self._samples.settled()
+            if replica.rule.meets == "center":
+                self._samples.note(replica, is_common=False)
+
+    def kept(self, replica: Replica, workers: int) -> None:
+        """The center was brought up to date after a round of so many workers.
+
+        A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
+        """
+        if self._replicas and replica is self._replicas[0] and workers >= self.world:
+            self._samples.note(replica, is_common=True)
+
+    def position(self, replica: Replica) -> Any:
+        """Where this worker is in the data, for one that comes to the circle."""
+        return self._samples.position(replica)
+
+    def continue_at(self, position: Any, rounds: int) -> None:
+        """Begin with the samples where the others are, who have made so many rounds."""
+        self._samples.continue_at(position, rounds)
 
     def _rest(self) -> None:
         """This worker waits for samples of others, who must not wait for it."""
