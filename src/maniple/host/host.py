@@ -147,7 +147,8 @@ class Host:
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 find_again(segment, path, manifest)
-                Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
+                saved = 0.0 if is_all else manifest.saved
+                Restored(count, saved, manifest.applied, manifest.words, manifest.forgotten).write(segment.path)
                 for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                     segment.mark(rank, DEAD)
                 segment.made()

@@ -58,6 +58,8 @@ def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, 
         restored=restored.count,
         versions=versions(),
         applied=restored.applied,
+        words=restored.words,
+        forgotten=restored.forgotten,
         extra=extra,
         name=name,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maniple.center.segment import Segment
-from maniple.center.shared import Shared
+from maniple.center.snapshot import Readable, readable
 from maniple.center.tensors import HDF5, write_hdf5, write_tensors
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
@@ -32,9 +32,8 @@ def save_as(segment: Segment, folder: Folder, name: str) -> str:
         raise InvalidArgument(f"save({name!r}) would stand where the newest snapshot does. Choose another name.")
     if target.parent.is_symlink() or target.is_symlink() or any(p.name.startswith("snapshot-") for p in path.parents):
         raise InvalidArgument(f"save({name!r}) would change a snapshot. Choose another name.")
-    opened = [center for p in segment.centers() if (center := Shared.open(segment, p)) is not None]
-    try:
-        parameters = [(center, i) for center in opened for i in range(len(center.layout.entries))]
+    with readable(segment) as (centers, _):
+        parameters = [(center, i) for center in centers for i in range(len(center.layout.entries))]
         entries = [_named(center, i) for center, i in parameters]
         if len({entry.name for entry in entries}) < len(entries):  # two models with the same names
             entries = [
@@ -56,12 +55,9 @@ def save_as(segment: Segment, folder: Folder, name: str) -> str:
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
-    finally:
-        for center in opened:
-            center.close()
     return str(target)
 
 
-def _named(center: Shared, i: int) -> Entry:
+def _named(center: Readable, i: int) -> Entry:
     entry = center.layout.entries[i]
     return Entry(entry.name, entry.shape, str(np.dtype(center.layout.places[i][0])))
