@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -254,6 +255,50 @@ def test_snapshot_has_all_but_the_array_that_is_damaged_and_says_which(tmp_path,
     assert array_names(segment) == ["fine", "good"]
 
 
+def test_snapshot_is_on_the_disk_with_its_name_before_an_older_one_is_removed(tmp_path, segment, monkeypatch):
+    share(segment, some()).close()
+    folder = tmp_path / "center"
+    save(segment, folder)
+    steps: list[str] = []
+    fsync, remove, rename = os.fsync, shutil.rmtree, Path.rename
+
+    def note_fsync(file: int) -> None:
+        steps.append("fsync " + Path(f"/proc/self/fd/{file}").readlink().name)
+        fsync(file)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        steps.append(f"rename {target.name}")
+        return rename(path, target)
+
+    def note_remove(path: Path, **how) -> None:
+        steps.append(f"remove {path.name}")
+        remove(path, **how)
+
+    monkeypatch.setattr("os.fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr("maniple.center.snapshot.shutil.rmtree", note_remove)
+    save(segment, folder)
+    prune(folder, 1)
+    beside = f".snapshot-000002.{os.getpid()}"
+    expected = [f"fsync .manifest.json.{os.getpid()}", f"fsync {beside}", "rename snapshot-000002", "fsync center"]
+    expected.append("remove snapshot-000001")
+    assert [step for step in steps if step in expected][:4] == expected[:4]
+    assert steps.index("fsync center") < steps.index("remove snapshot-000001")
+
+
+def test_run_json_and_the_like_are_on_the_disk_before_they_replace_what_was_there(tmp_path, monkeypatch):
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def note(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        fsync(file)
+
+    monkeypatch.setattr("os.fsync", note)
+    Folder(tmp_path).describe(lineage=LINEAGE)
+    assert [path.name for path in synced] == [f".run.json.{os.getpid()}", tmp_path.name]
+
+
 # What cannot be trusted
 
 
@@ -398,6 +443,25 @@ def test_center_of_a_host_that_was_taken_for_dead_is_given_up(memory, tmp_path):
     fourth.close(0)
     assert not list(memory.iterdir()) and not list(there.iterdir())
     assert [path.name for path in sorted((tmp_path / "run" / "center").glob("snapshot-*"))][-1] == "snapshot-000003"
+
+
+def test_run_whose_center_cannot_be_saved_says_so_and_is_not_taken_for_complete(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    first.save()
+    for _ in range(2):
+        share(first.segment, {"large": np.ones(10_000)}, "center-1").close()
+        with file_limit(10_000), pytest.raises(OSError, match="too large"):
+            first.close(0)
+        run = first.folder.read()
+        assert (run["exit_code"], run["is_saved"]) == (3, False)
+        assert str(first.segment.path) in run["end"]
+        if _ == 0:
+            first = Host.resume(memory, tmp_path / "run", {})
+    shutil.rmtree(first.segment.path)  # the machine was started again
+    again = Host.resume(memory, tmp_path / "run", {})
+    assert "after that" in again.news[0] and "is lost" in again.news[0]
+    again.close(0)
+    assert (again.folder.read()["exit_code"], again.folder.read()["is_saved"]) == (0, True)
 
 
 def test_run_that_cannot_be_described_leaves_nothing_in_memory(memory, tmp_path, monkeypatch):

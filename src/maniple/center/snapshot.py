@@ -33,7 +33,7 @@ from maniple.center.words import Looker, named
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
-from maniple.record.folder import point, write_json
+from maniple.record.folder import point, sync_folder, write_json
 
 _NAME = re.compile(r"snapshot-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -183,6 +183,7 @@ def write_centers(
         if name:
             shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
+        sync_folder(folder)  # before anybody removes an older one
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     for file in manifest.files if name is None else ():

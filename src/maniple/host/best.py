@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from maniple.record.folder import point
+from maniple.record.folder import point, sync_folder
 
 _CANDIDATE = "candidate"
 
@@ -42,6 +42,7 @@ class Best:
             if not candidate.exists() and self._write(_CANDIDATE) is None:
                 return None
             candidate.rename(path)
+            sync_folder(self._folder)
         point(self._folder / "best", path.name)
         return path
 

@@ -4,7 +4,7 @@ The leases and what the controller knows are read before the center is copied: w
 in its center.
 """
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from maniple.sampler.lease import Unfinished
 
 _LEASES, _CONTROLLER = "leases", "controller"
 _SAVING = "saving"
+UNDER_WAY = ".saving"  # in the folder `center`: a file of arrays that somebody has asked for and that is not whole yet
 _SAVING_S = 600.0  # for another who writes a large center to a slow disk
 
 
@@ -35,12 +36,17 @@ def save(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> 
 
     Host and server may both be asked to: one comes after the other.
     """
-    path = segment.path / _SAVING
-    with held(path, timeout_s=_SAVING_S, what="another snapshot to be written"):
+    with alone(segment):
+        (folder.center / UNDER_WAY).unlink(missing_ok=True)  # of a server that was killed while writing it
         saved = keep(segment, folder, lineage, restored)
-        if saved is not None and (most := path.read_text()):
+        if saved is not None and (most := (segment.path / _SAVING).read_text()):
             prune(folder.center, int(most))
     return saved
+
+
+def alone(segment: Segment) -> AbstractContextManager[None]:
+    """Let nobody else write snapshots or files of arrays meanwhile."""
+    return held(segment.path / _SAVING, timeout_s=_SAVING_S, what="another snapshot to be written")
 
 
 def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, name: str | None = None) -> Path | None:
