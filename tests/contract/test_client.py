@@ -4,8 +4,10 @@ import itertools
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,9 +15,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import maniple
+from maniple.center.link import Link
+from maniple.center.snapshot import write_snapshot
+from maniple.center.tensors import read_arrays
 from maniple.errors import HostAway, InvalidArgument, LayoutMismatch, ManipleError, NotAdmitted
+from maniple.wire.messages import Create, Open, Refusal, Value
 from maniple.wire.tls import host_context, make_certificate
 
+from ..limits import descriptor_limit
 from ..serving import TOKEN, Serving
 
 DTYPES = [*(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "float16", "float32", "float64"]
@@ -256,6 +263,18 @@ def test_parts_are_pushed_and_pulled_as_numpy_indexes_them(over, case):
     np.testing.assert_array_equal(over.pull(name), weighed(whole, flat, values, alpha, beta))
 
 
+def test_many_clients_use_more_arrays_than_the_host_may_open_files(client):
+    for k in range(40):
+        client.create(f"a{k}", np.full(2, k))
+    with descriptor_limit(400):
+        clients = [maniple.Client(timeout_s=5) for _ in range(20)]
+        for other in clients:
+            for k in range(40):
+                assert other.pull(f"a{k}")[0] == k
+        for other in clients:
+            other.close()
+
+
 # Bad input
 
 
@@ -338,6 +357,34 @@ def test_sum_beyond_float16_is_pulled_as_its_largest_value(client):
     np.testing.assert_array_equal(client.pull_at("a", [[1]]), largest)
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([("a", [1] * 70, "float32")], "no shape of an array"),
+        ([("a", [0, 10**18, 99], "float32")], "no shape of an array"),
+        ([("a\0b", [2], "float32")], "cannot name an array"),
+        ([("another", [2], "float32")], "something else than one array of that name"),
+        ([("a", [2], "float32"), ("b", [2], "float32")], "something else than one array of that name"),
+    ],
+)
+def test_table_that_would_spoil_the_snapshots_is_refused_at_the_door(host, client, table, words):
+    """From somebody who knows the token and does not use this library."""
+    client.create("good", np.ones(2))
+    link = Link(host.door(), "data")
+    stream = link.stream()
+    stream.send(Open("array:a", ""), msgspec.json.encode(table))
+    answer = stream.receive_message()
+    if isinstance(answer, Create):  # then it is made
+        for i in range(len(table)):
+            stream.send(Value(i), np.zeros(0 if 0 in table[i][1] else int(np.prod(table[i][1])), "float32"))
+        answer = stream.receive()[0]
+    link.drop("enough")
+    path = write_snapshot(host.segment, host.run / "center", lineage="x", restored=0, versions={})
+    assert path is not None and set(load_file(path / "arrays.safetensors")) == {"good"}
+    assert isinstance(answer, Refusal) and words in answer.reason
+    assert client.names() == ["good"]
+
+
 def test_creating_with_another_shape_is_refused(client):
     client.create("a", np.ones(3))
     with pytest.raises(LayoutMismatch, match=r"\[4\].*\[3\]"):
@@ -389,6 +436,82 @@ def test_host_saves_hdf5(client):
         assert file["c"][0] == 1 + 2j
 
 
+def test_names_that_are_no_paths_of_hdf5_come_back_from_it(client):
+    pytest.importorskip("h5py")
+    names = ["a", "a/b", "a//b", "/a", "a/", "", ".", "./a", "..", "%", "a%2Fb", "%2Ea", "a%"]
+    for k, name in enumerate(names):
+        client.create(name, np.full(2, k))
+    path = client.save("all.h5")
+    assert {name: int(value[0]) for name, value in read_arrays(Path(path)).items()} == {
+        n: k for k, n in enumerate(names)
+    }
+
+
+def test_simultaneous_saves_of_one_name_all_succeed_and_readers_see_whole_files(host, client):
+    for k in range(20):
+        client.create(f"a{k}", np.full(5000, k))
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def save() -> None:
+        try:
+            with maniple.Client(timeout_s=20) as own:
+                for _ in range(5):
+                    own.save("kept/all.safetensors")
+        except Exception as error:
+            wrong.append(f"save: {error!r}")
+
+    def read() -> None:
+        while not stop.is_set():
+            if (host.run / "center" / "kept" / "all.safetensors").exists():
+                try:
+                    values = load_file(host.run / "center" / "kept" / "all.safetensors")
+                    assert all((values[f"a{k}"] == k).all() for k in range(20))
+                except Exception as error:
+                    wrong.append(f"read: {error!r}")
+
+    reader = threading.Thread(target=read)
+    savers = [threading.Thread(target=save) for _ in range(4)]
+    for thread in (reader, *savers):
+        thread.start()
+    for thread in savers:
+        thread.join(60)
+    stop.set()
+    reader.join(10)
+    assert not wrong, f"{len(wrong)} failures: {wrong[:3]}"
+    assert [path.name for path in (host.run / "center").rglob("*") if path.is_file()] == ["all.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{folder}/center-0.safetensors" for folder in ("snapshot-000001", "best-000001", "epoch-0004", "candidate")),
+        "best/center-0.safetensors",
+        "best/deeper/x.h5",
+        "Snapshot-000001/center-0.safetensors",
+        "BEST-000001/x.h5",
+        "Center-0.safetensors",
+        "ARRAYS.h5",
+        "linked/deeper/x.h5",
+        ".hidden/x.h5",
+        ".saving.h5",
+        "new\nline.h5",
+    ],
+)
+def test_nothing_is_saved_over_a_snapshot(host, client, name):
+    kept = host.run / "center" / "best-000001"
+    kept.mkdir()
+    (kept / "center-0.safetensors").write_text("kept")
+    (host.run / "center" / "best").symlink_to("best-000001")
+    (host.run / "center" / "linked").symlink_to("best-000001")
+    client.create("a", np.zeros(2))
+    with pytest.raises(InvalidArgument, match=r"Choose another name|control characters"):
+        client.save(name)
+    assert {path.name for path in (host.run / "center").iterdir()} == {"best", "best-000001", "linked"}
+    assert [path.name for path in kept.iterdir()] == ["center-0.safetensors"]
+    assert (kept / "center-0.safetensors").read_text() == "kept"
+
+
 def test_client_that_leaves_is_forgotten(host):
     with maniple.Client(timeout_s=10) as client:
         client.create("a", np.zeros(3))
@@ -400,6 +523,49 @@ def test_client_that_leaves_is_forgotten(host):
             return
         deadline.wait(0.02)
     raise AssertionError("its stage is still there")
+
+
+def test_dead_clients_leave_no_stage_behind_and_one_that_returns_is_known(host, client):
+    """Of 200 clients that were killed, nothing but their words is left; pushes of one that comes back count once."""
+    client.create("a", np.zeros(3))
+    others = [maniple.Client(timeout_s=10) for _ in range(200)]
+    for other in others:
+        other.push("a", np.ones(3), alpha=1, beta=1)
+        other._link.drop("killed")
+    deadline = time.monotonic() + 20
+    while len(list(host.segment.path.glob("stage-*"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(list(host.segment.path.glob("stage-*"))) == 1, "only that of the one which is connected"
+    assert not host.server._turns._turns.keys() - {client._link._door.worker}
+    for other in others[:5]:
+        assert other._was_applied("a", 1, time.monotonic() + 10)
+        other.push("a", np.ones(3), alpha=1, beta=1)
+        assert not other._was_applied("a", 3, time.monotonic() + 10)
+        other.close()
+    np.testing.assert_array_equal(client.pull("a"), 205)
+
+
+def test_client_that_was_forgotten_is_refused_an_answer_rather_than_given_a_wrong_one(host, monkeypatch):
+    monkeypatch.setattr("maniple.center.words.ROWS", 2)
+
+    def killed(act) -> maniple.Client:
+        client = maniple.Client(timeout_s=10)
+        act(client)
+        client._link.drop("killed")
+        deadline = time.monotonic() + 20
+        while list(host.segment.path.glob("stage-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return client
+
+    first = killed(lambda client: client.create("a", np.zeros(3)))
+    second = killed(lambda client: client.push("a", np.ones(3), alpha=1, beta=1))
+    third = killed(lambda client: client.pull("a"))
+    assert second._was_applied("a", 1, time.monotonic() + 10)
+    second.close()
+    with pytest.raises(InvalidArgument, match=r"does not know any more whether exchange 1.*begin anew"):
+        first._was_applied("a", 1, time.monotonic() + 10)
+    for other in (first, third):
+        other.close()
 
 
 def test_array_over_two_gibibytes(client):

@@ -1,6 +1,8 @@
 """Snapshots: whole or absent, checked before they are trusted, restored as they were."""
 
 import json
+import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,9 +14,9 @@ from safetensors.numpy import load_file
 from maniple import EASGD, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
-from maniple.center.arrays import Brought, array_file
-from maniple.center.snapshot import check_snapshot, newest_snapshot, prune, restore, snapshots, write_snapshot
-from maniple.center.stage import Stage, word_of
+from maniple.center.arrays import Brought, array_file, array_names
+from maniple.center.snapshot import Manifest, check_snapshot, newest_snapshot, prune, restore, snapshots, write_snapshot
+from maniple.center.stage import Stages, word_of
 from maniple.contracts import Entry, Moment
 from maniple.controller import Controller
 from maniple.errors import InvalidArgument
@@ -23,6 +25,7 @@ from maniple.host.best import Best
 from maniple.host.desk import Desk
 from maniple.host.keeping import keep
 from maniple.host.restored import Restored
+from maniple.host.saving import save_as
 from maniple.place import Limits
 from maniple.record import Events, Folder, read_events
 from maniple.record.folder import write_whole
@@ -30,7 +33,7 @@ from maniple.sampler import position
 from maniple.sampler.position import Position
 from maniple.wire.messages import Request
 
-from ..limits import file_limit
+from ..limits import descriptor_limit, file_limit
 
 LINEAGE = "0123456789abcdef"
 
@@ -113,15 +116,51 @@ def test_restored_center_is_the_one_that_was_saved(tmp_path, segment):
 
 def test_manifest_tells_how_far_each_worker_was_in_each_parameter_s_copy(tmp_path, segment):
     share(segment, some()).close()
+    stages = Stages(segment.path)
     for worker, sequence in (("aa", 3), ("bb", 9)):
-        stage = Stage.of(segment.path, worker)
+        stage = stages.open(worker)
         stage.skip(word_of(sequence, 2))
-        stage.close()
+        stages.retire(worker, stage)
     manifest = check_snapshot(save(segment, tmp_path / "center"), LINEAGE)
-    assert manifest.applied == {
-        "aa": {"center-0": [word_of(3, 2)] * 4},
-        "bb": {"center-0": [word_of(9, 2)] * 4},
-    }
+    assert manifest.words == {"aa": word_of(3, 2), "bb": word_of(9, 2)}
+    assert manifest.applied == {}
+    assert known(manifest, "aa", 3) == [True] * 4 and known(manifest, "aa", 4) == [False] * 4
+
+
+def known(manifest: Manifest, worker: str, sequence: int) -> list[bool]:
+    """Which parameters of a center that begins again from a snapshot have the worker's exchange."""
+    restored = Restored(1, 0.0, manifest.applied, manifest.words)
+    return [restored.has(worker, "center-0", i, word_of(sequence, 2)) for i in range(4)]
+
+
+def test_manifest_tells_of_workers_that_go_on_while_it_is_written(tmp_path, segment, monkeypatch):
+    share(segment, some()).close()
+    stages = Stages(segment.path)
+    stage, quiet = stages.open("aa"), stages.open("cc")
+    stage.skip(word_of(3, 2))
+    quiet.skip(word_of(7, 2))
+    read = Shared.read
+
+    def contribute(center, i, meanwhile=None):
+        if i == 2:  # after two parameters were copied
+            stage.skip(word_of(4, 2))
+        if i == 3:
+            stages.retire("aa", stage)
+            late = stages.open("dd")
+            late.skip(word_of(1, 2))
+            late.close()
+        return read(center, i, meanwhile)
+
+    monkeypatch.setattr(Shared, "read", contribute)
+    manifest = check_snapshot(save(segment, tmp_path / "center"), LINEAGE)
+    assert known(manifest, "aa", 3) == [True] * 4
+    assert known(manifest, "aa", 4) == [False, False, True, True]
+    assert known(manifest, "dd", 1) == [False, False, False, True]
+    assert known(manifest, "cc", 7) == [True] * 4
+    monkeypatch.undo()
+    lived = Restored(1, 0.0, manifest.applied, manifest.words)
+    again = check_snapshot(save(segment, tmp_path / "center", applied=lived.applied, words=lived.words), LINEAGE)
+    assert known(again, "cc", 7) == known(again, "aa", 4) == [True] * 4
 
 
 def test_only_the_newest_are_kept(tmp_path, segment):
@@ -175,6 +214,97 @@ def test_snapshot_while_others_exchange_has_each_parameter_whole(tmp_path, segme
         stop.set()
         thread.join(10)
         center.close()
+
+
+def make(segment: Segment, name: str, shape: tuple[int, ...], value: np.ndarray) -> None:
+    brought = Brought(Entry(name, shape, str(value.dtype)), value)
+    Shared.open_or_create(segment, array_file(name), brought, rank=-1)[0].close()
+
+
+def test_more_arrays_than_a_process_may_open_are_saved_and_restored(tmp_path):
+    keep_many(tmp_path, 500, files=100)
+
+
+def keep_many(tmp_path: Path, count: int, *, files: int) -> None:
+    memory = Path(os.environ["MANIPLE_SHM"])  # a disk is slower
+    segment = Segment.create(memory, LINEAGE, tmp_path)
+    with descriptor_limit(files):
+        for k in range(count):
+            make(segment, f"a{k}", (1,), np.array([k], "int32"))
+        path = save(segment, tmp_path / "center")
+        asked = load_file(save_as(segment, Folder(tmp_path), "asked.safetensors"))
+        segment.remove()
+        again = Segment.create(memory, LINEAGE, tmp_path)
+        restore(again, path, check_snapshot(path, LINEAGE))
+        assert len(array_names(again)) == count
+        again.remove()
+    saved = load_file(path / "arrays.safetensors")
+    for values in (saved, asked):
+        assert sorted(int(value[0]) for value in values.values()) == list(range(count))
+
+
+def test_snapshot_has_all_but_the_array_that_is_damaged_and_says_which(tmp_path, segment):
+    share(segment, some()).close()
+    for name in ("good", "bad", "fine"):
+        make(segment, name, (2,), np.ones(2))
+    file = array_file("bad")
+    table = b'[["bad",[0,' + b"9" * 18 + b',99],"float64"]]'
+    with (segment.path / file).open("r+b") as memory:
+        memory.seek(4096)
+        memory.write(table)
+        memory.seek(16)
+        memory.write(len(table).to_bytes(8, "little"))
+    with pytest.warns(UserWarning, match=f"{file} is damaged, and not in the snapshot.*no shape of an array"):
+        path = save(segment, tmp_path / "center")
+    assert set(load_file(path / "arrays.safetensors")) == {"good", "fine"}
+    assert "w" in load_file(path / "center-0.safetensors")
+    assert list(check_snapshot(path, LINEAGE).left_out) == [file]
+    assert set(load_file(save_as(segment, Folder(tmp_path), "all.safetensors"))) == {"good", "fine", *some()}
+    assert array_names(segment) == ["fine", "good"]
+
+
+def test_snapshot_is_on_the_disk_with_its_name_before_an_older_one_is_removed(tmp_path, segment, monkeypatch):
+    share(segment, some()).close()
+    folder = tmp_path / "center"
+    save(segment, folder)
+    steps: list[str] = []
+    fsync, remove, rename = os.fsync, shutil.rmtree, Path.rename
+
+    def note_fsync(file: int) -> None:
+        steps.append("fsync " + Path(f"/proc/self/fd/{file}").readlink().name)
+        fsync(file)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        steps.append(f"rename {target.name}")
+        return rename(path, target)
+
+    def note_remove(path: Path, **how) -> None:
+        steps.append(f"remove {path.name}")
+        remove(path, **how)
+
+    monkeypatch.setattr("os.fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr("maniple.center.snapshot.shutil.rmtree", note_remove)
+    save(segment, folder)
+    prune(folder, 1)
+    beside = f".snapshot-000002.{os.getpid()}"
+    expected = [f"fsync .manifest.json.{os.getpid()}", f"fsync {beside}", "rename snapshot-000002", "fsync center"]
+    expected.append("remove snapshot-000001")
+    assert [step for step in steps if step in expected][:4] == expected[:4]
+    assert steps.index("fsync center") < steps.index("remove snapshot-000001")
+
+
+def test_run_json_and_the_like_are_on_the_disk_before_they_replace_what_was_there(tmp_path, monkeypatch):
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def note(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        fsync(file)
+
+    monkeypatch.setattr("os.fsync", note)
+    Folder(tmp_path).describe(lineage=LINEAGE)
+    assert [path.name for path in synced] == [f".run.json.{os.getpid()}", tmp_path.name]
 
 
 # What cannot be trusted
@@ -321,6 +451,25 @@ def test_center_of_a_host_that_was_taken_for_dead_is_given_up(memory, tmp_path):
     fourth.close(0)
     assert not list(memory.iterdir()) and not list(there.iterdir())
     assert [path.name for path in sorted((tmp_path / "run" / "center").glob("snapshot-*"))][-1] == "snapshot-000003"
+
+
+def test_run_whose_center_cannot_be_saved_says_so_and_is_not_taken_for_complete(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    first.save()
+    for _ in range(2):
+        share(first.segment, {"large": np.ones(10_000)}, "center-1").close()
+        with file_limit(10_000), pytest.raises(OSError, match="too large"):
+            first.close(0)
+        run = first.folder.read()
+        assert (run["exit_code"], run["is_saved"]) == (3, False)
+        assert str(first.segment.path) in run["end"]
+        if _ == 0:
+            first = Host.resume(memory, tmp_path / "run", {})
+    shutil.rmtree(first.segment.path)  # the machine was started again
+    again = Host.resume(memory, tmp_path / "run", {})
+    assert "after that" in again.news[0] and "is lost" in again.news[0]
+    again.close(0)
+    assert (again.folder.read()["exit_code"], again.folder.read()["is_saved"]) == (0, True)
 
 
 def test_run_that_cannot_be_described_leaves_nothing_in_memory(memory, tmp_path, monkeypatch):

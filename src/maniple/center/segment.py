@@ -9,7 +9,8 @@
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
                            array-*   a named array
-                           stage-*   what one remote worker has under way
+                           stage-*   what one remote worker has under way, while it is connected
+                           words     how far the contributions of each remote worker are in the center
                            feed-*/   a queue of batches
                            circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended

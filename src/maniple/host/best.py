@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from maniple.decisions import Known
-from maniple.record.folder import point, write_json
+from maniple.record.folder import point, sync_folder, write_json
 
 _CANDIDATE = "candidate"
 _VALIDATED = "validated.json"
@@ -48,6 +48,7 @@ class Best:
                 return None
             write_json(candidate / _VALIDATED, {"loss": loss})
             candidate.rename(path)
+            sync_folder(self._folder)
         point(self._folder / "best", path.name)
         return path
 

@@ -158,7 +158,7 @@ class Control:
             if beat.is_last:
                 self._members.leave(worker, is_early=beat.is_early)
                 self._desk.forget(worker)
-                self._turns.forget(worker, self._segment)
+                self._turns.forget(worker)
             if is_over():
                 stream.send(Refusal("RunOver", "the run has ended"))
                 return

@@ -22,6 +22,7 @@ from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.host.keeping import (
+    UNDER_WAY,
     abandon_bests,
     begin_again,
     find_again,
@@ -41,6 +42,7 @@ from maniple.sampler import position
 from maniple.sampler.position import Position, settle
 
 KEEP = 3
+UNSAVED = 3  # the exit code of a run that went well, but whose center could not be saved
 
 
 class Host:
@@ -170,7 +172,8 @@ class Host:
             try:
                 find_again(segment, path, manifest)
                 saved = 0.0 if is_all else manifest.saved
-                Restored(count, saved, manifest.applied, path.resolve().name).write(segment.path)
+                had = Restored(count, saved, manifest.applied, manifest.words, manifest.forgotten, path.resolve().name)
+                had.write(segment.path)
                 for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                     segment.mark(rank, DEAD)
                 segment.made()
@@ -251,8 +254,10 @@ class Host:
     def close(self, exit_code: int | None) -> list[Path]:
         """Save the center, remove the shared memory, and write down how the run ended; gives the files.
 
-        If the center cannot be saved (OSError), it stays in memory, and a later run saves it.
+        If the center cannot be saved, it stays in memory, and a later run saves it; the exit code is then UNSAVED,
+        unless it was another error before.
         """
+        ended: dict[str, Any] = {}
         try:
             path = self.save()
             for number, one in unfinished(self.segment).items():
@@ -260,21 +265,33 @@ class Host:
                 self.unfinished += one.samples
             self.segment.remove()
             for left in self.folder.optimizers(".center-*"):  # by workers that were killed while writing them
-                left.unlink(missing_ok=True)
+                with suppress(OSError):
+                    left.unlink()
+        except Exception as error:
+            if exit_code is not None:
+                exit_code = exit_code or UNSAVED
+            ended = {"end": f"the center could not be saved, and is kept in {self.segment.path}: {error}"}
+            raise
         finally:
             self.segment.close()
             self.events.write("end", exit_code=exit_code)
             self.events.close()
             with suppress(OSError):
                 if not is_overtaken(self.folder, self._restored):
-                    self.folder.describe(ended=time.time(), exit_code=exit_code)
+                    self.folder.describe(ended=time.time(), exit_code=exit_code, is_saved=not ended, **ended)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
 
 
 def _has_all(folder: Folder, manifest: Manifest) -> bool:
     """The host ended in order, and this snapshot is what it saved then."""
-    ended = folder.read().get("ended")
-    return isinstance(ended, float) and manifest.saved <= ended and manifest.number == snapshots(folder.center)[-1][0]
+    run = folder.read()
+    ended = run.get("ended")
+    return (
+        run.get("is_saved", True)
+        and isinstance(ended, float)
+        and manifest.saved <= ended
+        and manifest.number == snapshots(folder.center)[-1][0]
+    )
 
 
 def _asked_now(asked: dict[str, Any]) -> dict[str, Any]:
@@ -327,5 +344,7 @@ def _salvage(segment: Segment, run: Path) -> None:
     if is_overtaken(folder, restored):
         return
     finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
+    (folder.center / UNDER_WAY).unlink(missing_ok=True)
     keep(segment, folder, segment.path.name.rpartition("-")[2], restored)
-    folder.describe(exit_code=None, ended=time.time(), end="its host was killed; the center was saved by a later run")
+    end = "its host was killed; the center was saved by a later run"
+    folder.describe(exit_code=None, ended=time.time(), is_saved=True, end=end)

@@ -5,7 +5,7 @@ counts as done in a snapshot is in its center.
 """
 
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from maniple.sampler.position import Position
 _LEASES, _CONTROLLER, _POSITIONS = "leases", "controller", "positions"
 _SAVING = "saving"
 _FRESH_S, _LOOK_S = 1.0, 0.02  # for the center of workers who meet
+UNDER_WAY = ".saving"  # in the folder `center`: a file of arrays that somebody has asked for and that is not whole yet
 _SAVING_S = 600.0  # for another who writes a large center to a slow disk
 
 
@@ -42,10 +43,10 @@ def save(segment: Segment, folder: Folder, lineage: str, restored: Restored) -> 
     Host and server may both be asked to: one comes after the other.
     """
     _announce(segment)
-    path = segment.path / _SAVING
-    with held(path, timeout_s=_SAVING_S, what="another snapshot to be written"):
+    with alone(segment):
+        (folder.center / UNDER_WAY).unlink(missing_ok=True)  # of a server that was killed while writing it
         saved = keep(segment, folder, lineage, restored)
-        if saved is not None and (most := path.read_text()):
+        if saved is not None and (most := (segment.path / _SAVING).read_text()):
             prune(folder.center, int(most))
     return saved
 
@@ -65,6 +66,11 @@ def _announce(segment: Segment) -> None:
         time.sleep(_LOOK_S)
 
 
+def alone(segment: Segment) -> AbstractContextManager[None]:
+    """Let nobody else write snapshots or files of arrays meanwhile."""
+    return held(segment.path / _SAVING, timeout_s=_SAVING_S, what="another snapshot to be written")
+
+
 def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, name: str | None = None) -> Path | None:
     """Write a snapshot; None if there is no center yet, or the run goes on without this one."""
     if is_overtaken(folder, restored):
@@ -81,6 +87,8 @@ def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, 
         restored=restored.count,
         versions=versions(),
         applied=restored.applied,
+        words=restored.words,
+        forgotten=restored.forgotten,
         extra=extra,
         name=name,
     )

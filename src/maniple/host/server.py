@@ -20,8 +20,8 @@ from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
 from maniple.center.serving import Serving
 from maniple.center.shared import Shared
-from maniple.center.stage import Stage, finish_all
-from maniple.center.turns import Left, Turns
+from maniple.center.stage import Stages, finish_all
+from maniple.center.turns import Left, Turn, Turns
 from maniple.errors import BadFrame, ManipleError
 from maniple.feed.serving import serve_feed
 from maniple.host.best import Best
@@ -72,7 +72,7 @@ class Server:
         self._restored = Restored.read(place.segment)
         are = {"are_guests": place.is_guest, "is_queued": place.is_queued}
         self._members = Membership(self._segment, self._events, place.world, **are)
-        self._turns = Turns()
+        self._turns = Turns(Stages(self._segment.path))
         best = Best(
             self._folder.center,
             lambda name: keep(self._segment, self._folder, self._lineage, self._restored, name=name),
@@ -102,6 +102,7 @@ class Server:
             finished = finish_all(
                 self._segment.path, lambda name: Shared.open(self._segment, self._segment.path / name)
             )
+            self._turns.stages.begin()
             self._members.await_returns(SILENCE_S)
             threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in listeners]
             for thread in threads:
@@ -221,25 +222,27 @@ class Server:
             self._watched.attend(stream, lambda: self._is_told)
             return
         stream.set_timeout(NEVER_S)
-        if not Stage.path_of(
-            self._segment.path, proof.worker
-        ).exists():  # the host remembers each name that it has heard
-            self._allowance.take(0, files=1)
         turn = self._turns.take(proof.worker, stream)
-        serving = Serving(
+        try:
+            self._serve(turn, proof.worker)
+        except Left:
+            self._turns.forget(proof.worker)
+            raise
+        finally:
+            self._turns.end(proof.worker, turn)
+
+    def _serve(self, turn: Turn, worker: str) -> None:
+        Serving(
             turn,
             self._segment,
-            proof.worker,
-            rank=lambda: self._members.rank(proof.worker),
+            worker,
+            rank=lambda: self._members.rank(worker),
+            stages=self._turns.stages,
             included=self._restored.has,
+            recalled=self._restored.recalls,
             save=lambda path: save_as(self._segment, self._folder, path),
             allowance=self._allowance,
-        )
-        try:
-            serving.serve()
-        except Left:
-            self._turns.forget(proof.worker, self._segment)
-            raise
+        ).serve()
 
     def _welcome(self, mac: bytes) -> Welcome:
         return Welcome(mac, self._lineage, self._restored.count, self._restored.saved)

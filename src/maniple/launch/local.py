@@ -11,6 +11,7 @@ from typing import Any
 from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.host.host import UNSAVED
 from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.child import Child
@@ -31,7 +32,7 @@ from maniple.place import asked_threads
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 _QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
-_REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
+_OTHER, _INTERRUPTED = 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -277,13 +278,13 @@ class _Run:
         self._server.shut(_GRACE_S, is_over=not self._is_paused)
         try:
             saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
-        except OSError as error:
+        except Exception as error:  # whatever it is: the workers have ended, and the center is in memory
             self._tell(
                 self._view.error,
                 f"the center could not be saved: {error}. It is kept in {self._host.segment.path}: "
                 "make room, and the next `maniple run` saves it to the run folder.",
             )
-            return exit_code or _REFUSED
+            return exit_code or UNSAVED
         self._tell(lambda: self._view.say(self._board.summary()))
         if self._host.unfinished:
             self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")

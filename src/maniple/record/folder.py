@@ -12,6 +12,7 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
 runs/last -> <name>
 """
 
+import errno
 import itertools
 import json
 import os
@@ -66,6 +67,7 @@ class Folder:
             ) from error
         for part in ("events", "logs", "center"):
             (folder.path / part).mkdir()
+        sync_folder(folder.path)
         point(root / "last", name)
         return folder
 
@@ -162,16 +164,31 @@ def json_line(value: Any) -> str:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write `data` beside `path` and rename it, so that a reader sees the old file or the new one."""
+    """Write `data` beside `path` and rename it: readers see the old file or the new one, also after a power failure."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+        sync_folder(path.parent)
     except OSError as error:  # a full disk tells no name
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk: what was made, renamed or removed in it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know nothing of the kind
+            raise
+    finally:
+        os.close(folder)
 
 
 def _name(who: int | str) -> str:
@@ -185,5 +202,6 @@ def point(link: Path, target: str | Path) -> None:
     beside.symlink_to(target)
     try:
         beside.replace(link)
+        sync_folder(link.parent)
     except OSError:  # a real folder of that name stands there: leave it
-        beside.unlink()
+        beside.unlink(missing_ok=True)
