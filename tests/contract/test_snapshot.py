@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from maniple import EASGD, Rule
 from maniple.adapters import adapt
@@ -484,3 +484,10 @@ def test_successor_that_cannot_begin_leaves_the_surviving_center_where_it_is(mem
     third = Host.resume(memory, tmp_path / "run", {})
     assert "survived" in third.news[0]
     third.close(0)
+
+
+def test_file_with_an_array_of_a_bad_name_is_not_brought(memory, tmp_path):
+    save_file({"fine": np.ones(2), "new\nline": np.ones(2)}, tmp_path / "brought.safetensors")
+    with pytest.raises(InvalidArgument, match=r"'new\\nline' cannot name an array"):
+        Host.start(memory, tmp_path, "run", {}, arrays=tmp_path / "brought.safetensors")
+    assert not list(memory.iterdir()) and not (tmp_path / "run").exists()
