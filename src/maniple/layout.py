@@ -132,25 +132,24 @@ def fitted(entry: Entry, value: Array, dtype: str) -> Array:
 
     Infinity and NaN pass: whether they are welcome is for others to say.
     """
-    is_whole = value.dtype.kind in "iub" and np.dtype(dtype).kind in "iu"
+    narrow = entry.dtype if entry.dtype == "float16" else dtype  # a center keeps float16 as float32, which holds more
+    if np.can_cast(value.dtype, narrow, "safe"):
+        return np.ascontiguousarray(value, dtype)
+    is_whole = value.dtype.kind in "iu" and np.dtype(dtype).kind in "iu"
     if not is_whole and not np.can_cast(value.dtype, dtype, "same_kind"):
         raise InvalidArgument(f"{value.dtype} values cannot go into {entry} without loss. Convert them first.")
     if is_whole:
         limits = np.iinfo(dtype)
-        fits = (value >= limits.min) & (value <= limits.max) if value.dtype.kind != "b" else np.True_
         words = f"{limits.min} to {limits.max}"
+        unfit = value[(value < limits.min) | (value > limits.max)]
     else:
-        # A center keeps float16 as float32, which holds more than whoever pulls it can.
-        largest = float(_LARGEST.get(entry.dtype, np.finfo(dtype).max))
-        narrow = entry.dtype if entry.dtype == "float16" else dtype
+        words = f"up to {float(np.finfo(narrow).max):.6g} in size"
         with np.errstate(over="ignore"):
-            fits = np.isfinite(value.astype(narrow)) | ~np.isfinite(value)
-        words = f"up to {largest:.6g} in size"
-    if not fits.all():
-        first = value[~fits].flat[0]
+            unfit = value[~np.isfinite(value.astype(narrow)) & np.isfinite(value)]
+    if unfit.size:
         raise InvalidArgument(
-            f"{first} does not fit into {entry}, which holds {words}. Scale the values, or create the array with a "
-            "wider dtype."
+            f"{unfit.flat[0]} does not fit into {entry}, which holds {words}. Scale the values, or create the array "
+            "with a wider dtype."
         )
     return np.ascontiguousarray(value, dtype)
 

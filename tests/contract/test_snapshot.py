@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from maniple import EASGD, Rule
 from maniple.adapters import adapt
@@ -633,3 +633,10 @@ def test_of_workers_who_meet_and_kept_no_position_it_is_not_said_that_nothing_wa
         "where it was in the data is not known: a script with fixed shares begins its epochs again",
     ]
     second.close(0)
+
+
+def test_file_with_an_array_of_a_bad_name_is_not_brought(memory, tmp_path):
+    save_file({"fine": np.ones(2), "new\nline": np.ones(2)}, tmp_path / "brought.safetensors")
+    with pytest.raises(InvalidArgument, match=r"'new\\nline' cannot name an array"):
+        Host.start(memory, tmp_path, "run", {}, arrays=tmp_path / "brought.safetensors")
+    assert not list(memory.iterdir()) and not (tmp_path / "run").exists()

@@ -157,6 +157,7 @@ def test_a_center_that_cannot_be_saved_is_kept_and_saved_by_the_next_run(run, ti
     done = run(script, "-n", "1", "--runs", str(disk), env={"MANIPLE_SHM": str(memory)})
     assert done.process.returncode == 3
     assert "the center could not be saved" in done.output
+    assert json.loads((disk / "run0" / "run.json").read_text())["exit_code"] == 3
     (kept,) = memory.iterdir()
     subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)
     again = run("import maniple; maniple.join()", "-n", "1", env={"MANIPLE_SHM": str(memory)})

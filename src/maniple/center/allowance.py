@@ -41,8 +41,8 @@ class Allowance:
                 )
             if files and self._files + files > MAX_FILES:
                 raise SharedMemoryFull(
-                    f"no more arrays or connections under new names can be made in {self._segment}: it has "
-                    f"{self._files:,} files (limit {MAX_FILES:,}). Put several values into one array; close clients."
+                    f"no more arrays can be made in {self._segment}: it has {self._files:,} files (limit "
+                    f"{MAX_FILES:,}). Put several values into one array; close clients."
                 )
             self._bytes += size_bytes
             self._files += files
