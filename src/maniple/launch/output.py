@@ -15,7 +15,8 @@ from pathlib import Path
 
 from maniple.record.events import open_rows
 
-_PIPE_BYTES = 1 << 20  # what a process may print while the launcher is stopped: the most that Linux grants a user
+# What a process may print while the launcher is stopped. Linux grants a user 64 MiB for pipes, and then 8 KiB each.
+_PIPE_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 16  # of what the disk does not take, the newest
 _IDLE_S = 1.0  # until a disk is tried again that was full, and a log is closed to which nothing comes
@@ -37,7 +38,7 @@ class Output:
             log.touch()
         self._reading, self.pipe = os.pipe()
         os.set_blocking(self._reading, False)
-        with suppress(OSError):  # a user with very many pipes gets small ones
+        with suppress(OSError):  # there are too many pipes for larger ones
             fcntl.fcntl(self.pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._kept, self._lost = before.hand_over() if before is not None else (bytearray(), 0)
         self._is_open = self._is_first = True  # somebody may print; nothing is written yet
