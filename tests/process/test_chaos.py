@@ -253,6 +253,8 @@ def test_a_stopped_server_is_waited_for(serve, tmp_path):
     now = time.time()
     for rank in range(2):  # within 15 s each
         assert third_after(host, rank, now) - now < 15
+    assert len(host.await_event("server", "returned", count=2)) == 2, "they had given it up after 6 s"
+    assert not host.events("server", "lost"), "the server was away, and not the workers"
     stop.touch()
     steps = sum(steps_of(worker) for worker in workers)
     for name, array in counted(host).items():

@@ -91,19 +91,35 @@ def held(path: Path, *, timeout_s: float, what: str) -> Generator[None]:
 
 
 class Patience:
-    """A wait with a deadline: short sleeps that grow, from 20 microseconds to 2 milliseconds."""
+    """A wait for another process, with a deadline. The time for which this process was stopped does not count.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._since = time.monotonic()
+    The clock goes on while a process is stopped (SIGSTOP, a suspended job), so the wait is measured from one look to
+    the next: more than `slice_s` between two looks counts as `slice_s`. After such a gap the wait is not over before
+    another look: what was waited for may have come meanwhile.
+
+    Args:
+        timeout_s: the deadline; inf if the time is only measured.
+        slice_s: longer than the process may be blocked, or sleep, from one look to the next.
+    """
+
+    def __init__(self, timeout_s: float, *, slice_s: float = 1.0) -> None:
+        self._timeout_s, self._slice_s = timeout_s, slice_s
+        self._looked = time.monotonic()
         self._sleep_s = 20e-6
+        self.waited_s = 0.0  # so far, up to the last look
+
+    def is_over(self) -> bool:
+        """The deadline has passed. Asked after each look at what is waited for, which was in vain."""
+        now = time.monotonic()
+        gap_s, self._looked = now - self._looked, now
+        self.waited_s += min(gap_s, self._slice_s)
+        return self.waited_s > self._timeout_s and gap_s <= self._slice_s
 
     def wait(self, what: str) -> None:
-        """Sleep a little; raise WaitedTooLong, saying `what` was waited for, past the deadline."""
-        waited_s = time.monotonic() - self._since
-        if waited_s > self._timeout_s:
+        """Sleep a little, 20 microseconds at first and up to 2 milliseconds later; WaitedTooLong past the deadline."""
+        if self.is_over():
             raise WaitedTooLong(
-                f"waited {waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
+                f"waited {self.waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
                 "Its holder is alive but does not go on: look whether it is stopped or swapping."
             )
         time.sleep(self._sleep_s)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maniple.bell import AWAKE_S
+from maniple.center.locks import Patience
 from maniple.circle.absence import PassedOver, missed, torn
 from maniple.circle.call import Call, compare
 from maniple.circle.table import NEVER, Table
@@ -241,6 +242,7 @@ class Roster:
         if is_done():
             return
         begin = looked = now = time.perf_counter()
+        patience = Patience(self.deadline_s)
         awake_s = _AWAKE_S if self.table.height <= _CORES else AWAKE_S
         while True:
             bell.wait(count, _NAP_S, awake_s=begin + awake_s - now)
@@ -252,9 +254,10 @@ class Roster:
                 looked = now
                 self.on_wait()
                 self._look_after(self.meeting)
-                if now - begin > self.deadline_s:
-                    self._give_up(phase, now - begin, whom)
-        self.waited_s += time.perf_counter() - begin
+                if patience.is_over():
+                    self._give_up(phase, patience.waited_s, whom)
+        patience.is_over()
+        self.waited_s += patience.waited_s
 
     def _look_after(self, meeting: int) -> None:
         """Dismiss those who will not come, and see to it that newcomers have what they need."""

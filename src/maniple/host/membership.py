@@ -1,10 +1,13 @@
 """Membership: which workers there are, and whether they are alive, as the host's server sees them."""
 
+import functools
+import math
 import os
 import select
 import threading
 import time
 
+from maniple.center.locks import Patience
 from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.record import Events
@@ -12,6 +15,43 @@ from maniple.wire.messages import Join
 from maniple.wire.stream import Stream
 
 _RETURN_S = 10.0  # for a process that lives and whose connection has broken
+_NOTE_S = 0.2
+_STOPPED_S = 1.0  # well above _NOTE_S, since a busy machine delays threads; workers wait for an answer for longer
+
+
+class _Stops:
+    """Tells whether this process was stopped (SIGSTOP, a suspended job) a short while ago.
+
+    A thread notes the time again and again; if that took too long, the process was stopped, or starved of its core.
+    """
+
+    def __init__(self) -> None:
+        self._noted = time.monotonic()
+        self._resumed = -math.inf
+        threading.Thread(target=self._note_on, name="maniple-stops", daemon=True).start()
+
+    @property
+    def are_recent(self) -> bool:
+        """It was stopped, and has not gone on for longer than workers take to return."""
+        self._note()
+        return time.monotonic() - self._resumed < _RETURN_S
+
+    def _note_on(self) -> None:
+        while True:
+            time.sleep(_NOTE_S)
+            self._note()
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        if now - self._noted > _STOPPED_S:
+            self._resumed = now
+        self._noted = now
+
+
+@functools.cache
+def _stops() -> _Stops:
+    """Those of this process."""
+    return _Stops()
 
 
 class Membership:
@@ -35,6 +75,7 @@ class Membership:
         self._incarnations: dict[str, int] = {}
         self._near: dict[str, int] = {}  # the process of each
         self._strangers: set[int] = set()  # the ranks of those who have joined by themselves
+        self._stops = _stops()
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -42,6 +83,9 @@ class Membership:
         expected = [rank for rank in range(first, MAX_WORKERS) if self._segment.state(rank) == LIVE]
 
         def look() -> None:
+            patience = Patience(timeout_s)
+            while not patience.is_over():
+                time.sleep(0.1)
             with self._lock:
                 known = self._ranks.values()
                 gone = [rank for rank in expected if rank not in known and self._segment.state(rank) == LIVE]
@@ -51,9 +95,7 @@ class Membership:
                 self._events.write("lost", worker=rank, reason="it did not return to a new server", live=self.live)
 
         if expected:
-            timer = threading.Timer(timeout_s, look)
-            timer.daemon = True
-            timer.start()
+            threading.Thread(target=look, name="maniple-returns", daemon=True).start()
 
     @property
     def live(self) -> int:
@@ -150,6 +192,8 @@ class Membership:
         """
         if self._are_guests and worker in self._near and not is_silent:
             self._await_end(worker, stream)
+        elif self._stops.are_recent:  # it has given up a host that did not answer, and is about to return
+            self._await_return(worker, stream)
         with self._lock:
             if self._speakers.get(worker) is not stream:
                 return
@@ -160,6 +204,12 @@ class Membership:
             if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)
+
+    def _await_return(self, worker: str, stream: Stream) -> None:
+        """Until a worker has made a newer connection, or has had the time to."""
+        patience = Patience(_RETURN_S)
+        while self._speakers.get(worker) is stream and not patience.is_over():
+            time.sleep(0.05)
 
     def _await_end(self, worker: str, stream: Stream) -> None:
         """Until a guest's process has ended, it has made a newer connection, or has had the time to."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from maniple.center.locks import Patience
 from maniple.errors import InvalidArgument
 from maniple.sampler.lead import Lead
 from maniple.sampler.lease import Lease, Terms, Verdict
@@ -228,7 +229,7 @@ class Sampler(Order):
 
     def _await(self, epoch: int, *, drawn: list[int], back: list[int]) -> Lease | None:
         """The next lease; None at the end of the pass, or if those who have the last samples take too long."""
-        pause_s, deadline = 0.001, time.monotonic() + max(_PATIENCE_S, 3 * self._chunk_s)
+        pause_s, patience = 0.001, Patience(max(_PATIENCE_S, 3 * self._chunk_s))
         while True:
             answer = self._lender.take(epoch, drawn=drawn, done=self._done(), back=back)
             if isinstance(answer, Lease):
@@ -237,7 +238,7 @@ class Sampler(Order):
                 self._settled = max(self._settled, self._open[0][1])  # of so many, the oldest counts as done
                 drawn, back = [], []
                 continue
-            if answer is Verdict.END or self._should_stop() or time.monotonic() > deadline:
+            if answer is Verdict.END or self._should_stop() or patience.is_over():
                 return None
             self._on_wait()
             time.sleep(pause_s)

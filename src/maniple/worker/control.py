@@ -4,6 +4,7 @@ It has a thread and a connection of its own, so that values under way never dela
 tries when the host is gone: training never waits for them. A worker elsewhere also sends its rows by it.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from maniple.center.link import Door, Link, checked
+from maniple.center.locks import Patience
 from maniple.center.tcp import insist
 from maniple.changes import Changes
 from maniple.errors import BadFrame, ManipleError
@@ -40,7 +42,7 @@ class Control:
         self._under_way: list[bytes] = []  # with beat `_number`, until it is answered
         self._number = 0
         self._within_s = 1.0
-        self._away_since: float | None = None
+        self._away: Patience | None = None  # while the host is away
         self._wake = threading.Event()
         self._leave_by = 0.0  # not yet
         self._is_early = False  # it leaves before it has come to its end
@@ -63,13 +65,13 @@ class Control:
     @property
     def is_connected(self) -> bool:
         """The host has answered the last beat."""
-        return self._away_since is None
+        return self._away is None
 
     @property
     def away_s(self) -> float:
         """For how long the host has been away; 0 while it is there."""
-        since = self._away_since
-        return 0.0 if since is None else time.monotonic() - since
+        away = self._away
+        return 0.0 if away is None else away.waited_s
 
     @property
     def reason(self) -> str:
@@ -106,12 +108,13 @@ class Control:
                 while self._rows and not self.is_over:
                     self._beat()
                 self._beat(is_last=is_last)
-                self._away_since = None
+                self._away = None
             except (OSError, ManipleError) as error:
                 self._link.drop(str(error))
-                if self._away_since is None:
-                    self._away_since = time.monotonic()
+                if self._away is None:
+                    self._away = Patience(math.inf, slice_s=_ANSWER_S + 1.0)  # a try may take that long
                     self.on_away()
+                self._away.is_over()
                 if is_last and time.monotonic() < self._leave_by:
                     time.sleep(0.05)
                     continue

@@ -3,7 +3,6 @@ reaches it over the network; `among.Among` has no host, but other workers of one
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -185,11 +184,11 @@ class Near:
 
         One that was silent for a while, on a busy machine say, counts as dead and yet returns.
         """
-        patience, seen = Patience(self.place.circle_deadline_s), time.monotonic()
+        patience, seen_s = Patience(self.place.circle_deadline_s), 0.0
         while not (self._segment.path / name).exists() and not self.is_over:
             state = self._segment.state(0)
-            seen = time.monotonic() if state in {NEVER, LIVE} else seen
-            if state == LEFT or time.monotonic() - seen > _RETURN_S:
+            seen_s = patience.waited_s if state in {NEVER, LIVE} else seen_s
+            if state == LEFT or patience.waited_s - seen_s > _RETURN_S:
                 self._do_without_first(name)
                 return
             patience.wait(f"worker 0 to make {name}")
