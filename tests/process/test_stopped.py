@@ -8,7 +8,7 @@ from maniple.center.locks import ByteLocks
 
 from .conftest import await_
 
-LIMIT_S = 2.0
+LIMIT_S = 4.0  # a stop counts as one second, and half a second before and after it is waited
 STOPPED_S = LIMIT_S + 0.5
 
 LOCKED = f"""
