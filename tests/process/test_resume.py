@@ -29,8 +29,8 @@ TRAINING = """
                 replica.reduce(gradients)
             params["w"] -= gradients["w"]
             replica.samples = batch
-            replica.step()
             seen.write(np.stack([np.full(len(indices), epoch), indices], 1).astype("int64").tobytes())
+            replica.step()  # may be the last, if the worker is told to end
             time.sleep(pause_s)
         worker.log(finished=epoch)
 """
@@ -73,9 +73,11 @@ def test_a_script_whose_workers_meet_continues_in_the_middle_of_its_epoch(start,
     assert counts.min() >= 1, f"{(counts == 0).sum()} samples were left out"
     assert (counts[0] == 1).all() and (counts[2] == 1).all(), "what was finished is not trained on again"
     assert re.search(r"it continues from step \d+ of worker \d, epoch 1, sample \d+", second.output), second.output
-    assert "nothing was lost" not in second.output or (counts == 1).all(), "it is not said of steps that are repeated"
     if how == "killed":
+        assert "nothing was lost" not in second.output, "steps are repeated"
         assert re.search(r"about \d+ steps that were made after it are repeated|a few steps may be", second.output)
+    else:  # the last worker to leave may have made a step alone
+        assert (counts - 1).sum() <= 100, "nothing else is repeated"
     for rank in range(2):
         assert finished(second, rank) == [0, 1, 2], "the script's own work after an epoch is not repeated"
     assert second.output.count("hello of process") == 2, "what the first life had printed is not shown again"

@@ -213,3 +213,11 @@ def test_a_run_that_names_no_script_is_resumed_by_other_means(tmp_path, about, s
     write_run(tmp_path, job(), **about)
     with pytest.raises(InvalidArgument, match=rf"names no script to run: it .*{said}"):
         resumed(tmp_path)
+
+
+def test_the_script_of_another_users_run_is_not_started_unless_it_is_named(tmp_path, monkeypatch):
+    write_run(tmp_path, job())
+    monkeypatch.setattr("os.getuid", lambda: (tmp_path / "run.json").stat().st_uid + 1)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
+        resumed(tmp_path)
+    assert resumed(tmp_path, "train.py").script == Path("train.py")

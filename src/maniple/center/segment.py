@@ -15,7 +15,10 @@
                            circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the network side; saving: by who writes a snapshot, and how many are kept
-                           restored  if the center began again from a snapshot
+                           restored  if the center began again from a snapshot; resumed: workers may continue with
+                                     the optimizer state they have saved
+                           position-* where each worker with fixed shares is in the data
+                           saves     touched when a snapshot is begun, by which workers save their optimizer state
 """
 
 import mmap

@@ -1,5 +1,6 @@
 """From the options of a command to the job that they ask for."""
 
+import os
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -18,8 +19,6 @@ from maniple.spec import split
 from maniple.wire.address import Address
 
 _OF_MODEL = ("model", "model_args", "snapshot_epochs")
-
-
 # Of a run that goes on without a script being named: its options, and what run.json calls them.
 _REPEATED = {"restarts": "restarts", "circle": "circle", "deterministic": "deterministic", "producers": "producers",
              "snapshot_every_s": "snapshot_every"}  # fmt: skip
@@ -76,7 +75,7 @@ def _begun_with(run: Path) -> dict[str, Any]:
     """What a run was begun with, as options: its script or model, and how many workers of what kind."""
     about = Folder(run.resolve()).read()
     asked: dict[str, Any] = about.get("asked") or {}
-    if (reason := _no_program(about, asked)) is not None:
+    if (reason := _no_program(run, about, asked)) is not None:
         raise InvalidArgument(
             f"--resume {run} names no script to run: it {reason}. Name the script after it, or another run: runs/NAME."
         )
@@ -92,11 +91,13 @@ def _begun_with(run: Path) -> dict[str, Any]:
     return again
 
 
-def _no_program(about: dict[str, Any], asked: dict[str, Any]) -> str | None:
+def _no_program(run: Path, about: dict[str, Any], asked: dict[str, Any]) -> str | None:
     """Why a run tells of nothing that could be started again; None if it does."""
     launcher = asked.get("launcher", "maniple")
     if about.get("lineage") is None:
         return "is no run folder, as it has no run.json with a lineage"
+    if (run / "run.json").stat().st_uid != os.getuid():
+        return "belongs to another user, whose script is not started unless it is named"
     if asked.get("script") is None:
         return "was a host alone, which `maniple serve --resume` continues"
     if launcher != "maniple":

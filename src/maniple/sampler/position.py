@@ -60,8 +60,10 @@ def settle(segment: Path, positions: Sequence[Position], world: int) -> Position
     if one is None and world and any(position.world != world for position in positions):
         one = min(positions, key=lambda position: sorted(position.samplers.items()))
         one = msgspec.structs.replace(one, is_common=True)
-    for path in segment.glob(f"{_FILE}*"):
-        path.unlink(missing_ok=True)
-    for position in positions if one is None else [one]:
+    kept = {f"{_FILE}{position.rank}": position for position in (positions if one is None else [one])}
+    for position in kept.values():
         position.write(segment)
+    for path in segment.glob(f"{_FILE}*"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
     return one
