@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from maniple.circle.absence import OnLongWait
 from maniple.circle.call import (
     Call,
     check_parts,
@@ -44,6 +45,10 @@ class Rounds:
     def ranks(self) -> tuple[int, ...]:
         """All workers: nobody leaves or joins such a circle."""
         return tuple(range(self._link.size))
+
+    def report_long_waits(self, on_report: OnLongWait) -> None:
+        """Report waits for other workers that take unusually long."""
+        self._link.report_long_waits(on_report)
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round:
         """Put together what all workers have, for all."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.center.segment import DEAD, LEFT, Segment
-from maniple.circle.absence import PassedOver
+from maniple.circle.absence import OnLongWait, PassedOver
 from maniple.circle.call import Call, check_parts, check_reduction, check_root, check_values
 from maniple.circle.packing import opened, packed
 from maniple.circle.pieces import Pieces
@@ -53,6 +53,10 @@ class Shared:
         """The workers that belong to it now."""
         self.enter_once()
         return self.roster.members()
+
+    def report_long_waits(self, on_report: OnLongWait) -> None:
+        """Report waits for other workers that take unusually long."""
+        self.roster.long_wait.on_report = on_report
 
     def enter(self) -> bool:
         """Take part from now on; True if the others were there already. Calls do it by themselves."""

@@ -123,7 +123,7 @@ def _small(story: Story) -> dict[str, Any]:
 # In the order in which a viewer is told of them.
 COLUMNS = (
     "state", "lives", "node", "step", "samples", "steps_per_s", "samples_per_s", "loss", "sync_share", "staleness",
-    "cores", "memory_bytes", "bytes_per_s", "exchanges", "rounds", "bytes", "rule", "pace",
+    "cores", "memory_bytes", "bytes_per_s", "exchanges", "rounds", "bytes", "rule", "pace", "waiting",
 )  # fmt: skip
 
 

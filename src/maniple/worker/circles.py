@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from maniple.circle.choice import choose_circle, open_circle
@@ -38,7 +38,11 @@ class Circles:
             self._is_told = True
             self._tell(engine)
         circle = self._opened[name] = self._make(engine, name)
+        circle.report_long_waits(self._report_wait)
         return circle
+
+    def _report_wait(self, whom: Sequence[int], waited_s: float, is_over: bool) -> None:
+        self._events.write("waited" if is_over else "waiting", **{"for": list(whom), "seconds": waited_s})
 
     def close(self) -> None:
         """Leave all circles."""
