@@ -119,6 +119,7 @@ class Round:
     ranks: tuple[int, ...]  # whose values are in it
     weight: float = 1.0  # the sum of their weights; 0: all have come to their end
     waited_s: float = 0.0  # for the others
+    nonfinite: dict[int, int] = field(default_factory=dict[int, int])  # whose values were left out, and the entry
 
 
 class Resident(Protocol):

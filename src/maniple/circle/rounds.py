@@ -14,6 +14,7 @@ from maniple.circle.call import (
     check_root,
     check_values,
     compare,
+    counted,
     done,
     empty_words,
 )
@@ -141,7 +142,7 @@ class Rounds:
             np.copyto(flat, x)
         slices = Slices(self._link, flat, call.wire, tag=VALUES)
         self._link.finish(slices.begin(), call.kind)
-        slices.combine(call.op, [other.weight for other in calls])
+        slices.combine(call.op, counted([other.weight for other in calls]))
         self._link.finish(slices.spread(root=root), call.kind)
         if root in {None, self.rank}:
             slices.end()
@@ -218,7 +219,7 @@ class Vectors:
         self._rounds += 1
         call = Call("resident", self._rounds, self._dtype, self._size, op, 0, self._wire, weight)
         calls, waited_s = meet(self._link, call, self._tag + 1)
-        return _done(op, calls, waited_s), [other.weight for other in calls]
+        return _done(op, calls, waited_s), counted([other.weight for other in calls])
 
 
 def meet(link: Link, call: Call, tag: int) -> tuple[list[Call], float]:

@@ -141,6 +141,10 @@ class Shared:
         """Until all workers are here."""
         self._show(Call("barrier", 0), np.empty(0, np.uint8), lambda _: {})
 
+    def reserve(self, size: int) -> None:
+        """Have room for calls with arrays of up to `size` bytes from now on; beyond some MB they go in pieces."""
+        self._pieces.reserve(size)
+
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident:
         """Vectors that live in this worker's slot; those of a GPU are copied there."""
         del device

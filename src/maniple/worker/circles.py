@@ -65,6 +65,7 @@ class Circles:
             deadline_s=place.circle_deadline_s,
             is_boundary=is_ours,
         )
+        circle.reserve(1)  # at least for numbers, however full the memory is when they are first sent around
         circle.roster.on_wait = functools.partial(self._wait_in, circle) if is_ours else self._on_wait
         if not is_ours:  # who waits in the other one for this worker must be seen, also before its first call there
             calls = self.calls

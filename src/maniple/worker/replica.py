@@ -58,7 +58,9 @@ class Replica:
         self.is_center = self._is_away = False
         self._progress = Progress(events)
         self._start = self._stepped = self._progress.start
-        self._unhook = model.on_step(self.step)
+        self._unhooks = [model.on_step(self.step)]
+        if center is not None:  # else this worker is alone, and may do as it likes
+            self._unhooks.append(model.refuse_wrapping())
 
     @property
     def rule(self) -> Rule:
@@ -183,7 +185,8 @@ class Replica:
 
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""
-        self._unhook()
+        for unhook in self._unhooks:
+            unhook()
         if self._center is None:
             return
         if exchange and self._since_exchange and not self.is_center:
