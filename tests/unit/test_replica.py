@@ -319,18 +319,32 @@ def test_replica_cannot_be_made_of_what_cannot_be_shared():
 
 
 @pytest.mark.parametrize("rule", [BSP(), LocalSGD(1)])
-def test_values_that_are_not_finite_end_a_worker_of_the_circle_too(share, segment, rule):
-    params = {"w": np.ones(2)}
+def test_values_that_are_not_finite_end_a_worker_of_the_circle_at_once(share, segment, rule):
+    params = {"v": np.ones(2), "w": np.ones(2)}
     replica = share(params, rule)
-    with pytest.warns(UserWarning, match="'w'"), pytest.raises(Diverged, match=r"3 exchanges in a row .*'w'"):
-        for _ in range(3):
-            gradient = {"w": np.full(2, np.nan)}
-            if rule.meets == "gradients":
-                replica.reduce(gradient)
-            params["w"] -= gradient["w"]
-            replica.step()
-            replica.publish()
+    with pytest.raises(Diverged, match=r"'w' of worker 0 holds NaN or infinity in step 1.*nonfinite='skip'"):
+        gradient = {"v": np.zeros(2), "w": np.array([0, np.inf])}
+        if rule.meets == "gradients":
+            replica.reduce(gradient)
+        params["w"] -= gradient["w"]
+        replica.step()
     assert value(segment) == 1
+
+
+def test_large_values_are_finite(share):
+    params = {"w": np.ones(2, np.float32)}
+    replica = share(params, BSP())
+    gradient = {"w": np.full(2, 3e38, np.float32)}  # its square is not
+    replica.reduce(gradient)
+    assert (gradient["w"] == np.float32(3e38)).all()
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), float("inf")])
+def test_samples_that_cannot_count_are_refused(share, samples):
+    replica = share({"w": np.ones(2)}, BSP())
+    replica.samples = samples
+    with pytest.raises(InvalidArgument, match=r"samples.* 0 or more"):
+        replica.reduce({"w": np.ones(2)})
 
 
 @pytest.mark.parametrize("rule", [LocalSGD(3), Downpour(sync=True)])

@@ -201,3 +201,39 @@ def test_a_data_set_that_has_changed_begins_its_epoch_again_with_a_warning():
     with pytest.warns(UserWarning, match=r"has 90 samples, and had 100 before.*epoch 2 begins again"):
         samples = made_samples(90, begins={0: (2, 20, 100)})
     assert samples._samplers[0].position == (2, 0)
+
+
+# Samplers that somebody shares out once more
+
+
+class DistributedSampler:
+    """Has the name and the attribute by which torch's own and those derived from it are known."""
+
+    def __init__(self, sampler, num_replicas):
+        self.sampler, self.num_replicas = sampler, num_replicas
+
+    def __iter__(self):
+        return iter(list(self.sampler)[:: self.num_replicas])
+
+
+class BatchSamplerShard:
+    """The same for Accelerate's."""
+
+    def __init__(self, sampler, num_processes):
+        self.sampler, self.num_processes = sampler, num_processes
+
+    def __iter__(self):
+        for i, index in enumerate(self.sampler):
+            if i % self.num_processes == 0:
+                yield index
+
+
+@pytest.mark.parametrize("wrap", [DistributedSampler, BatchSamplerShard])
+def test_share_that_is_shared_out_again_is_refused(wrap):
+    def shard(world):
+        return Shard(12, rank=0, world=world, seed=(0,))
+
+    with pytest.raises(InvalidArgument, match=f"{wrap.__name__} shares these samples among 2 .*share of 3"):
+        list(wrap(shard(3), 2))
+    assert len(list(wrap(shard(3), 1))) == 4
+    assert len(list(wrap(shard(1), 2))) == 6  # all samples, which only the other library shares out

@@ -177,6 +177,18 @@ def test_a_worker_shares_by_the_rule_that_it_told_of_last(written):
     assert [row["event"] for row in story.happened] == ["changed"]
 
 
+def test_a_wait_is_over_with_the_next_step_and_one_event(written):
+    written.row(0, "join", 0)
+    written.progress(0, 1, step=10)
+    for seconds in (2.0, 4.0):
+        written.row(0, "waiting", 1 + seconds, **{"for": [1], "seconds": seconds})
+    assert written.story().standings[0].waiting == "waiting for worker 1 (4 s)"
+    written.progress(0, 6, step=11)
+    written.row(0, "waited", 6, **{"for": [1], "seconds": 5.0})
+    assert not (story := written.story()).standings[0].waiting
+    assert [row["event"] for row in story.happened] == ["waited"]
+
+
 def test_a_host_that_begins_again_has_new_workers(written):
     written.row("host", "start", 0, workers=1)
     written.row("server", "joined", 1, worker=0, live=1)

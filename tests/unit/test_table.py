@@ -31,6 +31,19 @@ def test_who_was_started_again_is_told_apart():
     assert columns(Standing("training", lives=3))["state"] == "training (life 3)"
 
 
+def test_who_waits_says_for_whom_and_for_how_long():
+    one = Standing("training", samples_per_s=33.0)
+    one.wait({"event": "waiting", "for": [2], "seconds": 14.2})
+    assert columns(one)["state"] == "waiting for worker 2 (14 s)" and columns(one)["speed"] == "0 steps/s"
+    one.wait({"event": "waiting", "for": [0, 2], "seconds": 16.2})
+    assert columns(one)["state"] == "waiting for workers 0, 2 (16 s)"
+    one.wait({"event": "waited", "for": [0, 2], "seconds": 17.0})
+    assert columns(one)["state"] == "training"
+    one.wait({"event": "waiting", "for": [2], "seconds": 2.0})
+    one.turn("dead", 1.0)
+    assert columns(one)["state"] == "dead"
+
+
 def test_who_is_done_shows_its_mean_speed():
     assert columns(Standing("done", Counts(samples=500, elapsed_s=10.0)))["speed"] == "50 samples/s"
 

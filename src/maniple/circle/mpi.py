@@ -90,6 +90,7 @@ class _Messages:
     def __init__(self, comm: Any, who: dict[int, tuple[int, int, int]]) -> None:
         self._comm, self._who = comm, who
         self.rank, self.size = comm.rank, comm.size
+        self.awaited: set[int] = set()
 
     def send(self, peer: int, data: Array, tag: int) -> Message:
         return Message(peer, data, self._comm.Isend(data.view(np.uint8), peer, tag))
@@ -103,7 +104,7 @@ class _Messages:
         while not MPI.Request.Testall([message.work for message in messages]):
             now = time.monotonic()
             if now - looked > _LOOK_S:
-                missing = {message.peer for message in messages if not message.work.Test()}
+                self.awaited = missing = {message.peer for message in messages if not message.work.Test()}
                 # What somebody had sent before he died may still come: he is lost at the second look.
                 if lost := dead & missing:
                     return lost, set()

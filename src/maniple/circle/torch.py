@@ -106,6 +106,7 @@ class _Gloo:
 
     def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
         self.rank, self.size, self._store = rank, world, store
+        self.awaited: set[int] = set()
         self._groups = 0
         self._gloo = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=deadline_s)) if world > 1 else None
 
@@ -125,6 +126,7 @@ class _Gloo:
         for message in messages:
             if message.peer in lost | late:
                 continue
+            self.awaited = {message.peer}
             left_s = 0.01 if lost or late else max(0.01, end - time.monotonic())
             try:
                 message.work.wait(timedelta(seconds=left_s))

@@ -70,13 +70,18 @@ class _Start(_Sound):
     workers: _Rank | None = None
 
 
+class _Waiting(msgspec.Struct, rename={"whom": "for"}):
+    whom: Annotated[list[_Rank], Meta(max_length=4096)]
+    seconds: Amount
+
+
 class _Restored(_Sound):
     updates: Count = 0
     saved: Moment = 0.0
 
 
-# Fields that readers compute with, by the kind of row. All may be missing.
-_KINDS: dict[str, type[_Sound]] = {
+# Fields that readers compute with, by the kind of row. All may be missing, but for those of `waiting`.
+_KINDS: dict[str, type[msgspec.Struct]] = {
     **dict.fromkeys(("share", "changed"), _Share),
     **dict.fromkeys(("epoch", "validation", "validated"), _Epoch),
     **dict.fromkeys(("joined", "restarted", "returned", "left", "lost", "given up", "started", "exit", "end"), _Joined),
@@ -85,6 +90,7 @@ _KINDS: dict[str, type[_Sound]] = {
     "times": _Times,
     "start": _Start,
     "restored": _Restored,
+    "waiting": _Waiting,
 }
 _LARGE = re.compile(rb"[0-9]{300}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')

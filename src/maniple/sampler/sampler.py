@@ -5,6 +5,7 @@ that a fast worker takes more, and what a dead one has left goes to another; a `
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ Indices = npt.NDArray[np.int64]
 
 _PIECE = 128  # samples between two looks at whether to stop
 _PATIENCE_S = 10.0  # at the end of a pass, at least, for those who are at their last samples
+_MOST_FRAMES = 30  # of the stack that are looked at, at the beginning of a pass
 _MOST_OPEN = 256  # leases kept open until the center has them; of more, the oldest counts as done
 
 
@@ -68,6 +70,7 @@ class Order:
         self._max_epochs = max_epochs
         self.count = self._count = count
         self._seed, self._shuffle, self._should_stop = seed, shuffle, should_stop
+        self._world = 1
         self._given = 0
         self._rest: Iterator[int] = iter(())  # of the piece being handed out
         self._pending = 0  # taken from pieces and not handed out yet, by `batches`
@@ -78,6 +81,7 @@ class Order:
         return self._given - self._rest.__length_hint__() - self._pending  # type: ignore[attr-defined] # pyright: ignore
 
     def __iter__(self) -> Iterator[int]:
+        _refuse_sharded(self._world)
         return chain.from_iterable(self._pieces())  # between two pieces, a sample costs no Python code
 
     def _pieces(self) -> Iterator[Iterator[int]]:
@@ -318,3 +322,31 @@ class Sampler(Order):
         while self._open and (self._open[0][1] <= until or len(self._open) > _MOST_OPEN):
             done.append(self._open.popleft()[0])
         return done
+
+
+def _refuse_sharded(world: int) -> None:
+    """Raise InvalidArgument if whoever iterates takes only some of these samples, for one of several processes.
+
+    Accelerate wraps the batch sampler, Lightning and others the sampler, in classes of their own. Those are known by
+    the number of processes that they share the samples among, and are on the stack when a pass begins.
+    """
+    frame = sys._getframe(2) if world > 1 else None  # pyright: ignore[reportPrivateUsage] - of whoever iterates
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        kinds = {kind.__name__ for kind in type(owner).__mro__}
+        if kinds & {"BatchSamplerShard", "IterableDatasetShard"}:
+            processes = getattr(owner, "num_processes", 1)
+        elif kinds & {"DataLoaderDispatcher"}:
+            processes = getattr(getattr(owner, "state", None), "num_processes", 1)
+        else:
+            processes = getattr(owner, "num_replicas", 1) if "DistributedSampler" in kinds else 1
+        if processes > 1:
+            raise InvalidArgument(
+                f"{type(owner).__name__} shares these samples among {processes} processes, but they are one worker's "
+                f"own share of {world} already: most of the data would be left out. Do not pass a DataLoader with "
+                "worker.sampler to accelerator.prepare() or Trainer (in Lightning, set use_distributed_sampler=False); "
+                "or let that library do the sharding, and leave worker.sampler out."
+            )
+        frame = frame.f_back

@@ -28,7 +28,7 @@ _STATES = {
     "lost": "lost",
     "left": "done",
 }
-_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave"}
+_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave", "waiting"}
 _TOLD = {143, -15, 130, -2}  # the exit codes of those who were told to end
 _MOST_EVENTS = 2000
 _FINE = 500_000  # stretches of the finest curve, of all workers together; see Series
@@ -190,6 +190,8 @@ class Story:
             standing.join(row)
         elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
             standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind in {"waiting", "waited"}:
+            standing.wait(row)
         elif kind in {"share", "changed"}:
             standing.share(row)
             self.shared = self.shared or row

@@ -66,6 +66,8 @@ class Replica:
         self._start = self._stepped = self._progress.start
         self.between = Between(lambda: lost_s() + self._spent_s)
         self._unhooks = [model.on_step(self.step), model.on_forward(self.between.forward)]
+        if center is not None:  # else this worker is alone, and may do as it likes
+            self._unhooks.append(model.refuse_wrapping())
 
     @property
     def rule(self) -> Rule:

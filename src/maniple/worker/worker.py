@@ -1,6 +1,7 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -142,7 +143,8 @@ class Worker(Calls):
             wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
                 "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
-            buffers: share floating-point buffers too, such as batch-norm statistics.
+            buffers: share floating-point buffers too, such as batch-norm statistics. One that holds NaN or infinity,
+                such as a mask, stays each worker's own.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
                 some contributions may be lost.
             stop: when this worker should end by itself.
@@ -154,6 +156,10 @@ class Worker(Calls):
         check_center(self._place, rule)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
+        if adapter.local_buffers and not self._place.is_alone:
+            names = ", ".join(map(repr, adapter.local_buffers))
+            self._events.write("local buffers", names=list(adapter.local_buffers))
+            warnings.warn(f"buffers that are not finite are not shared: {names} (a mask of -inf, say)", stacklevel=2)
         center, name = None, f"center-{len(self._replicas)}"
         if self._seat is not None:
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
