@@ -117,7 +117,7 @@ def test_rule_of_script_and_command_line_must_agree(run):
     done = run(script, "-n", "1", "--rule", "downpour")
     assert done.process.returncode == 2
     assert "EASGD(alpha=0.5, center_alpha=None, sync=False, nonfinite='stop')" in done.output
-    assert "Downpour(compensate=False, sync=False)" in done.output
+    assert "Downpour(compensate=False, sync=False, nonfinite='stop')" in done.output
     assert run(script, "-n", "1", "--rule", "easgd:alpha=0.5").process.returncode == 0
 
 
