@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check format bench pictures clean
+.PHONY: help demo test soak check format bench pictures clean
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -21,6 +21,9 @@ demo: $(STAMP)  ## train the digits alone and on 2 workers, and compare
 
 test: $(STAMP)  ## run the whole test suite
 	$(BIN)/pytest -n 2
+
+soak: $(STAMP)  ## tests that take many minutes, such as a million hostile frames and rows; report in artefacts/soak.json
+	$(BIN)/pytest tests/soak -s
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -74,17 +74,18 @@ def measured(run: Path, rank: int, name: str, seconds: float) -> dict[str, objec
     begin = next(row["timestamp"] for row in rows if row["event"] == "share")
     exchanges = [row for row in rows if row["event"] == "exchange" and row["start"] < begin + seconds]
     spent, worst = 0.0, 0.0
-    for row in exchanges:
-        spent += row["duration"]
+    weights = [1 + row.get("skipped", 0) for row in exchanges]  # of many, not each has a row
+    for row, weight in zip(exchanges, weights, strict=True):
+        spent += weight * row["duration"]
         worst = max(worst, (spent - 0.25 * (row["end"] - begin)) / row["duration"])
     elapsed = exchanges[-1]["end"] - begin
     return {
         "case": name,
-        "exchanges": len(exchanges),
-        "seconds each": spent / len(exchanges),
+        "exchanges": sum(weights),
+        "seconds each": spent / sum(weights),
         "share of time": spent / elapsed,
         "most above 0.25, in exchanges": worst,
-        "bytes/s": sum(row["bytes"] for row in exchanges) / elapsed,
+        "bytes/s": sum(weight * row["bytes"] for row, weight in zip(exchanges, weights, strict=True)) / elapsed,
     }
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     replica = worker.share(model, optimizer)
     batches = DataLoader(train, batch_size=args.batch_size, sampler=worker.sampler(train))
-    for epoch in range(args.epochs):
+    for epoch in worker.epochs(args.epochs):
         for rows in batches:
             optimizer.zero_grad()
             loss = model(rows)

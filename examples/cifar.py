@@ -72,7 +72,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     replica = worker.share(model, optimizer)
     batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
-    for epoch in range(args.epochs):
+    for epoch in worker.epochs(args.epochs):
         for pictures, labels in batches:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(pictures), labels)

@@ -47,7 +47,7 @@ def train_together(runs: Path, workers: int, *options: str) -> Path:
 
 def measure(run: Path) -> tuple[float, dict[int, float]]:
     """The samples/s of all workers together, and the test accuracy of each one's own replica."""
-    rows = [read_events(path) for path in sorted((run / "events").glob("worker-*.jsonl"))]
+    rows = [read_events(path) for path in sorted((run / "events").glob("worker-?.jsonl"))]
     last = [[row for row in worker if row["event"] == "progress"][-1] for worker in rows]
     own = {row["worker"]: row["own_accuracy"] for worker in rows for row in worker if "own_accuracy" in row}
     return sum(row["samples"] for row in last) / max(row["elapsed"] for row in last), own

@@ -63,7 +63,7 @@ def main() -> None:
 
     batches = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, sampler=worker.sampler(x))
     samples, start = 0, time.perf_counter()
-    for _ in range(args.epochs):
+    for _ in worker.epochs(args.epochs):
         for images, labels in batches:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)

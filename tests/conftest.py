@@ -32,6 +32,12 @@ TIMED = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/soak takes many minutes, and is collected only if it is named: `make soak`."""
+    is_soak = collection_path == Path(__file__).parent / "soak"
+    return True if is_soak and not any("soak" in arg for arg in config.args) else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `make test`, which runs two tests at a time: the tests of a file come after one another in one process.

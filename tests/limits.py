@@ -2,6 +2,19 @@
 
 import contextlib
 import resource
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def descriptor_limit(more: int):
+    """This process may open so many files more than it has now."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 1 + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ TOKEN = "token of a test"
 class Serving:
     """A segment in `root` and a server for it, on loopback."""
 
-    def __init__(self, root: Path, *, unix: bool = False, tls=None, world: int = 0) -> None:
+    def __init__(self, root: Path, *, unix: bool = False, tls=None, world: int = 0, **place) -> None:
         self.run = root / "run"
         for part in ("events", "center", "logs"):
             (self.run / part).mkdir(parents=True)
@@ -24,7 +24,9 @@ class Serving:
         address = Address(path=str(root / "socket")) if unix else Address()
         self._listener = address.listen()
         self.address = address if unix else Address(port=self._listener.getsockname()[1])
-        self.server = Server(Place(segment=self.segment.path, run=self.run, world=world), TOKEN, tls, Controller())
+        self.server = Server(
+            Place(segment=self.segment.path, run=self.run, world=world, **place), TOKEN, tls, Controller()
+        )
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],), daemon=True)
         self._thread.start()
 

@@ -24,6 +24,14 @@ class Written:
         usual = {"step": 0, "samples": 0, "elapsed": at, "sync_share": 0.0, "exchange": 0.0, "data": 0.0, "others": 0.0}
         self.row(who, "progress", at, **usual | values)
 
+    def divide(self, who: int | str, lines: int) -> None:
+        """Let the rows stand in several files, of so many lines each, as those of a long run do."""
+        first = self.folder.events(who)
+        rows = first.read_text().splitlines(keepends=True)
+        for number, at in enumerate(range(0, len(rows), lines)):
+            path = first.with_name(f"{first.stem}_{number:06}.jsonl") if number else first
+            path.write_text("".join(rows[at : at + lines]))
+
     def story(self) -> Story:
         story = Story(self.folder)
         assert story.refresh()

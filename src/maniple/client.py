@@ -6,11 +6,14 @@ client.push("A", A, alpha=0.5, beta=0.5)          # A = alpha A + beta value, at
 A = client.pull("A")
 """
 
+import functools
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +27,7 @@ from maniple.center.remote import Remote, find_layout
 from maniple.center.tcp import insist
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, HostAway, InvalidArgument, ManipleError
-from maniple.layout import Layout
+from maniple.layout import Layout, fitted
 from maniple.place import find
 from maniple.wire.messages import (
     Answer,
@@ -41,15 +44,31 @@ from maniple.wire.messages import (
 )
 
 _MAX_LIST_BYTES = 64 << 20
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_at_a_time(call: "Callable[Concatenate[Client, P], R]") -> "Callable[Concatenate[Client, P], R]":
+    """Let one thread at a time use the connection: a question and its answer must not be torn apart by another's."""
+
+    @functools.wraps(call)
+    def alone(client: "Client", *args: P.args, **kwargs: P.kwargs) -> R:
+        with client._turn():  # pyright: ignore[reportPrivateUsage]
+            return call(client, *args, **kwargs)
+
+    return alone
 
 
 class Client:
     """A connection to a host's named arrays. Calls wait for a host that is away, up to `timeout_s`.
 
+    Threads may share a client: their calls are made one after the other. For calls at the same time, give each
+    thread a client of its own.
+
     Args:
         address: HOST:PORT or unix:PATH; by default MANIPLE_ADDRESS. The token always comes from the environment:
             MANIPLE_TOKEN_FILE or MANIPLE_TOKEN.
-        timeout_s: how long a call may wait for the host before it raises HostAway.
+        timeout_s: how long a call may wait for the host, or for calls of other threads, before it raises HostAway.
     """
 
     def __init__(self, address: str | None = None, *, timeout_s: float = 60.0) -> None:
@@ -62,8 +81,10 @@ class Client:
         self._link = Link(Door.of(place), "data")
         self._timeout_s = timeout_s
         self._layouts: dict[str, Layout] = {}
+        self._lock, self._pid = threading.RLock(), os.getpid()
         insist(self._link, lambda: None, timeout_s)
 
+    @_one_at_a_time
     def create(self, name: str, value: npt.ArrayLike) -> Array:
         """Make the array `name`, unless it is there already; gives its value, whoever has made it."""
         array = np.asarray(value)
@@ -73,15 +94,16 @@ class Client:
         insist(self._link, lambda: remote.open(brought, ""), self._timeout_s)
         return self.pull(name)
 
+    @_one_at_a_time
     def pull(self, name: str) -> Array:
         """The value of array `name`, as an array of one's own."""
         layout = self._layout(name)
         remote = Remote(self._link, ARRAY + name, layout)
         taken: list[Array] = []
         insist(self._link, lambda: remote.fetch([0], lambda _, value, __: taken.append(value)), self._timeout_s)
-        entry = layout.entries[0]
-        return taken[-1].reshape(entry.shape).astype(entry.dtype, copy=False)
+        return self._narrow(layout, taken[-1]).reshape(layout.entries[0].shape)
 
+    @_one_at_a_time
     def push(self, name: str, value: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5) -> None:
         """`A = alpha A + beta value`, atomically. With `alpha=1`, differences of many clients add up exactly."""
         layout = self._layout(name)
@@ -94,12 +116,14 @@ class Client:
 
         self._apply(name, offer, data)
 
+    @_one_at_a_time
     def pull_part(self, name: str, indices: Sequence[Sequence[int]]) -> Array:
         """The part of array `name` at the crossing of one list of indices per axis, like `A[np.ix_(...)]`."""
         layout = self._layout(name)
         positions = crossing(layout.entries[0], indices)
         return self._take(name, layout, positions)
 
+    @_one_at_a_time
     def push_part(
         self,
         name: str,
@@ -113,11 +137,13 @@ class Client:
         layout = self._layout(name)
         self._put(name, crossing(layout.entries[0], indices), value, alpha, beta)
 
+    @_one_at_a_time
     def pull_at(self, name: str, coordinates: npt.ArrayLike) -> Array:
         """The k elements of array `name` at `coordinates`, k rows of one index per axis."""
         layout = self._layout(name)
         return self._take(name, layout, points(layout.entries[0], coordinates))
 
+    @_one_at_a_time
     def push_at(
         self, name: str, coordinates: npt.ArrayLike, values: npt.ArrayLike, *, alpha: float = 0.5, beta: float = 0.5
     ) -> None:
@@ -125,6 +151,7 @@ class Client:
         layout = self._layout(name)
         self._put(name, points(layout.entries[0], coordinates), values, alpha, beta)
 
+    @_one_at_a_time
     def names(self) -> list[str]:
         """The names of all arrays at the host."""
 
@@ -138,6 +165,7 @@ class Client:
 
         return insist(self._link, names, self._timeout_s)
 
+    @_one_at_a_time
     def save(self, path: str) -> str:
         """Have the host write all arrays to a .safetensors or .h5 file of its run folder, while others go on.
 
@@ -148,6 +176,7 @@ class Client:
             raise BadFrame("the path of a saved file was expected.")
         return answer.path
 
+    @_one_at_a_time
     def close(self) -> None:
         """Let the host forget this client."""
         if self._link.is_connected:
@@ -162,6 +191,20 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        if os.getpid() != self._pid:  # forked while another thread was in a call: that thread is not in this process
+            self._lock, self._pid = threading.RLock(), os.getpid()
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise HostAway(
+                f"waited {self._timeout_s:g} s for the call of another thread on this Client, which has not ended. "
+                "Give each thread a Client of its own, or raise timeout_s."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _layout(self, name: str) -> Layout:
         """Shape and dtype of an array; they never change."""
@@ -178,8 +221,7 @@ class Client:
             raise InvalidArgument(
                 f"{list(array.shape)} values were pushed to {list(shape)} elements of {entry}. Push the same shape."
             )
-        if not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise InvalidArgument(f"{array.dtype} values cannot go into {entry} without loss. Convert them first.")
+        array = fitted(entry, array, str(dtype))
         for weight, word in ((alpha, "alpha"), (beta, "beta")):
             is_whole = float(weight).is_integer() if not isinstance(weight, complex) else False
             if isinstance(weight, complex) or not np.isfinite(weight) or (dtype.kind in "iu" and not is_whole):
@@ -187,11 +229,16 @@ class Client:
                     f"{word}={weight!r} cannot weigh {entry}: it must be a finite number, and whole for whole numbers "
                     "(alpha=1, beta=1 adds the value)."
                 )
-        return np.ascontiguousarray(array, dtype).reshape(-1)
+        return array.reshape(-1)
 
     def _weight(self, layout: Layout, weight: Any) -> float | int:
         """A weight as the wire has it: whole numbers stay whole."""
         return int(weight) if layout.places[0][0].startswith(("int", "uint")) else float(weight)
+
+    def _narrow(self, layout: Layout, value: Array) -> Array:
+        """A value as the center keeps it, in the dtype of its array. For float16 it is clipped, as for replicas."""
+        layout.round(0, value)
+        return value.astype(layout.entries[0].dtype, copy=False)
 
     def _take(self, name: str, layout: Layout, positions: Array) -> Array:
         def take() -> Array:
@@ -205,7 +252,7 @@ class Client:
             return values
 
         values = insist(self._link, take, self._timeout_s)
-        return values.reshape(positions.shape).astype(layout.entries[0].dtype, copy=False)
+        return self._narrow(layout, values).reshape(positions.shape)
 
     def _put(self, name: str, positions: Array, value: npt.ArrayLike, alpha: float, beta: float) -> None:
         data = self._checked(self._layout(name), value, positions.shape, alpha, beta)

@@ -119,6 +119,7 @@ class Round:
     ranks: tuple[int, ...]  # whose values are in it
     weight: float = 1.0  # the sum of their weights; 0: all have come to their end
     waited_s: float = 0.0  # for the others
+    nonfinite: dict[int, int] = field(default_factory=dict[int, int])  # whose values were left out, and the entry
 
 
 class Resident(Protocol):
@@ -192,6 +193,10 @@ class Circle(Protocol):
         ...
 
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident: ...
+    def report_long_waits(self, on_report: Callable[[Sequence[int], float, bool], None]) -> None:
+        """Call `on_report` with whom this worker waits for, for how long, and whether it is over: if it is long."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -16,6 +16,7 @@ from maniple.errors import InvalidArgument
 from maniple.place import Limits
 
 _SOONEST_S, _LATEST_S = 0.05, 1.0
+_HEARD_SHARE = 0.05  # of --total-duration, by which the first step may be heard of late
 _LONGEST_REASON = 2000  # it travels with every beat
 
 Holder = tuple[int, int]  # rank and incarnation of a worker's process
@@ -33,7 +34,9 @@ class Known(msgspec.Struct):
     """All that is known; it is kept beside the center and in snapshots."""
 
     counts: dict[str, tuple[int, int, int]] = {}  # by worker: batches by its own count, by `done=`, samples
-    started: float = 0.0
+    started: float = 0.0  # when a worker was first heard of
+    stepped: float = 0.0  # when the first step of any worker was: --total-duration counts from there
+    behind: tuple[int, int] = (0, 0)  # batches and samples of the run's earlier lives
     validator: Holder | None = None
     validated_at: int = 0  # the batches when the last validation began
     best: float | None = None
@@ -43,9 +46,16 @@ class Known(msgspec.Struct):
     kept: int = 0  # the newest epoch whose center was kept
     parts: dict[str, dict[str, Part]] = {}  # of validations that are not complete: by epoch, by rank
 
+    @property
+    def made(self) -> tuple[int, int]:
+        """The batches and samples of all workers, in all lives of the run."""
+        counts = list(self.counts.values())
+        return sum(max(steps, done) for steps, done, _ in counts), sum(samples for _, _, samples in counts)
+
     def begin_again(self) -> None:
         """A run goes on after its end: what made it stop holds no longer."""
-        self.started, self.reason, self.misses, self.validator = 0.0, "", 0, None
+        self.started, self.stepped, self.reason, self.misses, self.validator = 0.0, 0.0, "", 0, None
+        self.behind = self.made
         self.parts = {}
 
 
@@ -77,12 +87,12 @@ class Decisions:
     @property
     def batches(self) -> int:
         """The batches that all workers have made."""
-        return sum(max(steps, done) for steps, done, _ in list(self.known.counts.values()))
+        return self.known.made[0]
 
     @property
     def samples(self) -> int:
         """The samples that all workers have seen."""
-        return sum(samples for _, _, samples in list(self.known.counts.values()))
+        return self.known.made[1]
 
     def count(self, who: Holder, steps: int, samples: int, done: int = 0) -> None:
         """A worker has made so many steps on so many samples since it began, and says that `done` are new."""
@@ -95,11 +105,13 @@ class Decisions:
         """Why everybody should stop, or nothing."""
         known, limits = self.known, self.limits
         known.started = known.started or now
+        if not known.stepped and known.made != known.behind:
+            known.stepped = now
         if not known.reason:
             if limits.max_batches and self.batches >= limits.max_batches:
                 known.reason = f"{self.batches:,} batches were made (--max-batches {limits.max_batches})"
-            elif limits.total_duration and now - known.started >= limits.total_duration:
-                known.reason = f"{limits.total_duration:g} s have passed (--total-duration)"
+            elif limits.total_duration and known.stepped and now - known.stepped >= limits.total_duration:
+                known.reason = f"{limits.total_duration:g} s have passed since the first step (--total-duration)"
         return known.reason
 
     def within_s(self, now: float) -> float:
@@ -108,8 +120,10 @@ class Decisions:
         rest_s = _LATEST_S
         if limits.max_batches and (made := self.batches) and now > known.started:
             rest_s = min(rest_s, (limits.max_batches - made) / made * (now - known.started) / 2)
-        if limits.total_duration:
-            rest_s = min(rest_s, known.started + limits.total_duration - now)
+        if limits.total_duration and known.stepped:
+            rest_s = min(rest_s, known.stepped + limits.total_duration - now)
+        elif limits.total_duration:  # the first step is to be heard of soon, measured by the time that it begins
+            rest_s = min(rest_s, limits.total_duration * _HEARD_SHARE)
         return max(_SOONEST_S, rest_s)
 
     def answer(self, who: Holder, request: str, info: Mapping[str, Any], *, is_finished: bool = False) -> Any:
@@ -126,7 +140,7 @@ class Decisions:
             is_best = means is not None and self._settled(who, number_of(means, "loss", request))
             return {"best": is_best, "stop": bool(self.known.reason), "means": means}
         if request == "validated":
-            is_best = self._settled(who, number_of(info, "loss", request))
+            is_best = self._settled(who, number_of(info, "loss", request), is_published=bool(info.get("published")))
             return {"best": is_best, "stop": bool(self.known.reason)}
         if request == "keep":
             return {"name": self._keep(count_of(info, "epoch", request))}
@@ -155,13 +169,18 @@ class Decisions:
         known.validator, known.validated_at = who, self.batches
         return "validate"
 
-    def _settled(self, who: Holder, loss: float) -> bool:
-        """The center's loss is known; True if it is the best so far, and kept."""
+    def _settled(self, who: Holder, loss: float, *, is_published: bool = False) -> bool:
+        """The center's loss is known; True if it is the best so far, and kept.
+
+        `is_published`: the center is what was validated, and the candidate is older.
+        """
         if self.known.validator not in {None, who}:  # it was given up, and another looks at another center
             return False
         is_best, powers = self.validated(who, loss), self.powers
-        if powers is not None:
-            powers.keep_best(self.known.bests) if is_best else powers.discard_candidate()
+        if powers is not None and (is_published or not is_best):
+            powers.discard_candidate()
+        if powers is not None and is_best:
+            powers.keep_best(self.known.bests)
         return is_best
 
     def _keep(self, epoch: int) -> str | None:

@@ -21,6 +21,8 @@
 A command that ends by one of them exits with the number beside it.
 """
 
+import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -144,3 +146,20 @@ KINDS = {
 def raise_remote(kind: str, reason: str) -> NoReturn:
     """Raise, on this side, the error that the other side named."""
     raise KINDS.get(kind, ManipleError)(reason)
+
+
+def require_printable(what: str, text: str) -> None:
+    """Raise InvalidArgument if `text` holds a line break or another control character: a name or a value with one of
+    them would end a line of a script, a file name or a terminal's output early."""
+    if not text.isprintable():
+        first = next(sign for sign in text if not sign.isprintable())
+        raise InvalidArgument(
+            f"{what} {text[:200]!r} holds the control character {first!r}; only printable ones can be used. "
+            "Leave it out."
+        )
+
+
+def say(text: str) -> None:
+    """Tell a person something on standard error. Where that is full or gone, it must not end a worker."""
+    with suppress(OSError, ValueError):
+        print(f"maniple: {text}", file=sys.stderr, flush=True)

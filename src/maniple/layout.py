@@ -8,6 +8,8 @@ precision would round small contributions away.
 """
 
 import hashlib
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,9 @@ _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32"
 _COUNTED = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"complex64", "complex128"}
 _RESERVED = "__metadata__"  # means something else in files of arrays
 _MOST_ELEMENTS = 1 << 48
+_MOST_AXES = 32  # as many as HDF5 and every NumPy can have; one more is added for complex numbers in safetensors
+_MOST_LETTERS = 4096  # names travel in the headers of messages
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LARGEST = {"float16": np.float32(65504), "bfloat16": np.float32(2.0**127 * (2 - 2.0**-7))}
 
 
@@ -42,11 +47,7 @@ class Layout:
             if entry.name in seen:
                 raise InvalidArgument(f"the name {entry.name!r} stands for two arrays. Give each its own name.")
             seen.add(entry.name)
-            if entry.name == _RESERVED or min(entry.shape, default=0) < 0 or entry.size > _MOST_ELEMENTS:
-                raise InvalidArgument(
-                    f"{entry} cannot be shared: its name is reserved, or its shape is no shape of an array. "
-                    f"Rename it; an array has up to {_MOST_ELEMENTS:.1g} elements."
-                )
+            _check(entry)
             dtype = entry.dtype if is_numeric and entry.dtype in _COUNTED else flat_dtype(entry)
             start = self.sizes.get(dtype, 0)
             self.places.append((dtype, start, start + entry.size))
@@ -104,6 +105,53 @@ class Layout:
                     "Look for sizes that depend on the rank or on the worker's own data."
                 )
         raise AssertionError("digests differ but no entry does")
+
+
+def _check(entry: Entry) -> None:
+    """Raise InvalidArgument if no array of this name and shape can be made, saved and read again."""
+    if entry.name == _RESERVED or len(entry.name) > _MOST_LETTERS or _CONTROL.search(entry.name):
+        letters = f" ({len(entry.name):,} characters)" if len(entry.name) > _MOST_LETTERS else ""
+        raise InvalidArgument(
+            f"{entry.name[:80]!r}{letters} cannot name an array that is shared: names go into files. They have up to "
+            f"{_MOST_LETTERS:,} characters, no control characters, and {_RESERVED!r} is reserved. Rename it."
+        )
+    axes = [size for size in entry.shape if size]
+    # NumPy multiplies the axes that are not empty, even where another one is.
+    if min(axes, default=0) < 0 or len(entry.shape) > _MOST_AXES or math.prod(axes) > _MOST_ELEMENTS:
+        sizes = [f"{size}" if abs(size) < 1 << 64 else "more than 2**64" for size in entry.shape[: _MOST_AXES + 1]]
+        more = ", ..." if len(sizes) < len(entry.shape) else ""
+        raise InvalidArgument(
+            f"{entry.name!r} cannot be shared: [{', '.join(sizes)}{more}] is no shape of an array. It may have up to "
+            f"{_MOST_AXES} axes, none of negative size, and {_MOST_ELEMENTS:,} elements without counting empty axes. "
+            "Reshape it."
+        )
+
+
+def fitted(entry: Entry, value: Array, dtype: str) -> Array:
+    """`value` in `dtype`, for which `entry` stands, unless its kind of number or one of its values does not fit.
+
+    Infinity and NaN pass: whether they are welcome is for others to say.
+    """
+    narrow = entry.dtype if entry.dtype == "float16" else dtype  # a center keeps float16 as float32, which holds more
+    if np.can_cast(value.dtype, narrow, "safe"):
+        return np.ascontiguousarray(value, dtype)
+    is_whole = value.dtype.kind in "iu" and np.dtype(dtype).kind in "iu"
+    if not is_whole and not np.can_cast(value.dtype, dtype, "same_kind"):
+        raise InvalidArgument(f"{value.dtype} values cannot go into {entry} without loss. Convert them first.")
+    if is_whole:
+        limits = np.iinfo(dtype)
+        words = f"{limits.min} to {limits.max}"
+        unfit = value[(value < limits.min) | (value > limits.max)]
+    else:
+        words = f"up to {float(np.finfo(narrow).max):.6g} in size"
+        with np.errstate(over="ignore"):
+            unfit = value[~np.isfinite(value.astype(narrow)) & np.isfinite(value)]
+    if unfit.size:
+        raise InvalidArgument(
+            f"{unfit.flat[0]} does not fit into {entry}, which holds {words}. Scale the values, or create the array "
+            "with a wider dtype."
+        )
+    return np.ascontiguousarray(value, dtype)
 
 
 def described(model: Model) -> dict[str, Any]:

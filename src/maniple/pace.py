@@ -5,8 +5,11 @@ A pace is asked after each step and told about each exchange:
     expect(cost_s, size_bytes)       a first guess, before anything was exchanged
     due(steps, now)                  steps since the last exchange
     exchanged(cost_s, size_bytes)
+    failed(cost_s, spread)           the host could not be reached; `spread`, from 0 to 1, differs between workers
 """
 
+import statistics
+from collections import deque
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Protocol
@@ -14,6 +17,7 @@ from typing import Any, Protocol
 from maniple.errors import Conflict, InvalidArgument
 
 _DECAY = 0.2  # the weight of the newest cost in the estimate of the next one
+_STEPS = 5  # their median is the usual step: one or two pauses among them do not change it
 
 
 class Pace(Protocol):
@@ -22,6 +26,7 @@ class Pace(Protocol):
     def expect(self, cost_s: float, size_bytes: int) -> None: ...
     def due(self, steps: int, now: float) -> bool: ...
     def exchanged(self, cost_s: float, size_bytes: int) -> None: ...
+    def failed(self, cost_s: float, spread: float) -> None: ...
 
 
 class Every:
@@ -43,6 +48,9 @@ class Every:
     def exchanged(self, cost_s: float, size_bytes: int) -> None:
         """Nothing to learn."""
 
+    def failed(self, cost_s: float, spread: float) -> None:
+        """It is tried again after the next step."""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Every) and other.n == self.n
 
@@ -54,19 +62,24 @@ class Every:
 
 
 class RateLimit:
-    """As many exchanges as fit into a share of wall time, and no more.
+    """As many exchanges as fit into a share of wall time, and no more, in any stretch of a few exchanges.
 
-    With `spent` seconds in exchanges after `elapsed` seconds, the next one, expected to cost `e`, is due when
+    An exchange that began at `b` and cost `c` seconds is followed by the next one no earlier than
 
-        (spent + e) / (elapsed + e) <= maximum_rate
+        b + c / maximum_rate
 
-    so that the share is within the limit when it ends, from the first exchange on. `e` is smoothed
-    (`e += 0.2 (cost - e)`), so that one delay does not spoil it; when exchanges cost twice as much, they
-    come half as often. `bytes_per_s` limits the traffic in the same way.
+    so the share holds between any two exchanges, and a pause does not save up time for later: after it, one exchange is
+    due, and the one after that at the usual distance. Only the wait for the end of a step is made up for, so that
+    the share is reached though exchanges come after whole steps.
+
+    The first one waits until its expected cost is within the share when it ends. The expected cost is smoothed
+    (`e += 0.2 (cost - e)`, where a single delay counts as `2 e` at most); if it grows, the next exchange waits for
+    the difference. `bytes_per_s` limits the traffic in the same way, with `size / bytes_per_s` in place of
+    `c / maximum_rate`. An exchange that fails counts with its cost, and as one of the usual cost at least.
 
     Args:
         maximum_rate: the share, above 0 and up to 1; 0.25 if neither limit is given.
-        bytes_per_s: the traffic, averaged from the start.
+        bytes_per_s: the traffic.
     """
 
     def __init__(self, maximum_rate: float | None = None, *, bytes_per_s: float | None = None) -> None:
@@ -81,23 +94,27 @@ class RateLimit:
             raise InvalidArgument(f"bytes_per_s={bytes_per_s!r} must be above 0. Leave it out for no such limit.")
         self.maximum_rate = float(maximum_rate)
         self.bytes_per_s = None if bytes_per_s is None else float(bytes_per_s)
-        self._spent_s = 0.0
-        self._cost_s = 0.0
-        self._sent_bytes = 0
-        self._next_bytes = 0
+        self._cost_s, self._last_cost_s = 0.0, 0.0  # of the next exchange, as expected; of the last one
+        self._size_bytes = 0
+        self._has_exchanged = False
         self._begin: float | None = 0.0  # from when on time counts; None: from the next question on
+        self._now = 0.0  # since then: the end of the last exchange, or the last question
+        self._next = 0.0  # since then: when the next exchange is due
+        self._reserved_s = 0.0  # how long exchanges were put off so that the expected cost was within the share
+        self._steps = deque([0.0], _STEPS)  # the durations of the last steps
 
     def again(self, maximum_rate: float) -> "RateLimit":
         """Another share, of the time from the next question on: what was spent before counts no more."""
         other = RateLimit(maximum_rate, bytes_per_s=self.bytes_per_s)
-        other.expect(self._cost_s, self._next_bytes)
+        other.expect(self._cost_s, self._size_bytes)
         other._begin = None
         return other
 
     def expect(self, cost_s: float, size_bytes: int) -> None:
         """A first guess, without which the very first exchange would come at once and break the limit."""
-        if not self._sent_bytes:
-            self._cost_s, self._next_bytes = cost_s, size_bytes
+        if not self._has_exchanged:
+            self._cost_s, self._size_bytes = cost_s, size_bytes
+            self._next = self._reserved_s = self._lead_s
 
     def due(self, steps: int, now: float) -> bool:
         """One more exchange would keep the share."""
@@ -105,16 +122,44 @@ class RateLimit:
             return False
         self._begin = now if self._begin is None else self._begin
         now -= self._begin
-        if self._spent_s + self._cost_s > self.maximum_rate * (now + self._cost_s):
-            return False
-        return self.bytes_per_s is None or self._sent_bytes + self._next_bytes <= self.bytes_per_s * now
+        self._steps.append(now - self._now)
+        self._now = now
+        return now >= self._next
 
     def exchanged(self, cost_s: float, size_bytes: int) -> None:
         """Learn what the exchange cost."""
-        self._spent_s += cost_s
-        self._sent_bytes += size_bytes
-        self._next_bytes = size_bytes
-        self._cost_s += _DECAY * (cost_s - self._cost_s)
+        if self._cost_s:
+            usual_s = min(cost_s, max(2 * self._cost_s, self._last_cost_s))  # two delays in a row are no accident
+            self._cost_s += _DECAY * (usual_s - self._cost_s)
+        else:
+            self._cost_s = cost_s
+        self._last_cost_s, self._size_bytes, self._has_exchanged = cost_s, size_bytes, True
+        self._put_off(cost_s, self._distance_s(cost_s, size_bytes))
+
+    def failed(self, cost_s: float, spread: float) -> None:
+        """An exchange failed: the next try is due after the usual time or up to twice that, by `spread`.
+
+        Without that, all workers would try at each step, and meet at a host that returns.
+        """
+        usual_s = self._distance_s(self._cost_s, self._size_bytes) * (1 + spread)
+        self._put_off(cost_s, max(usual_s, self._distance_s(cost_s, 0)))
+
+    def _put_off(self, cost_s: float, distance_s: float) -> None:
+        """The next exchange is due `distance_s` after the beginning of one that took `cost_s`."""
+        late_s = min(statistics.median_low(self._steps), self._lead_s)  # as late as the end of a step makes it
+        reserved_s = max(self._reserved_s, self._lead_s)
+        self._next = max(self._next, self._now - late_s) + distance_s + reserved_s - self._reserved_s
+        self._reserved_s = reserved_s
+        self._now += cost_s
+
+    @property
+    def _lead_s(self) -> float:
+        """How much time must have passed before an exchange of the expected cost."""
+        return max(self._distance_s(self._cost_s, 0) - self._cost_s, self._distance_s(0.0, self._size_bytes))
+
+    def _distance_s(self, cost_s: float, size_bytes: int) -> float:
+        traffic_s = 0.0 if self.bytes_per_s is None else size_bytes / self.bytes_per_s
+        return max(cost_s / self.maximum_rate, traffic_s)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RateLimit) and repr(self) == repr(other)

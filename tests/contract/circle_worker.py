@@ -15,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from maniple.center import Segment
+from maniple.circle.call import nonfinite_weight
 from maniple.circle.calls import Calls
 from maniple.contracts import Circle
 from maniple.errors import ManipleError
@@ -102,6 +103,30 @@ def mismatches(circle: Circle) -> dict[str, str]:
         circle.all_reduce(x, again, "sum")
         assert again.tolist() == [len(circle.ranks)] * 5
     return said
+
+
+def left_out(circle: Circle) -> dict[str, object]:
+    """Rounds in which the last rank's values are not finite, in entry 7, and then those of all ranks."""
+    last = len(circle.ranks) - 1
+    residents = {wire: circle.reside({"float32": 5}, wire=wire) for wire in ("float32", "bfloat16")}
+    if circle.name == "torch":
+        from maniple.circle.device import Tensors
+
+        parts = [("float32", 3, 5), ("float32", 0, 3)]
+        residents["parts"] = circle.reside_in_parts({"float32": 5}, parts)
+        residents["device"] = Tensors(circle, {"float32": 5}, "float32", "cpu", is_ordered=False)
+        residents["parts on the device"] = Tensors(
+            circle, {"float32": 5}, "float32", "cpu", is_ordered=False, parts=parts
+        )
+    found: dict[str, object] = {}
+    for name, resident in residents.items():
+        for bad in ({last}, set(circle.ranks)):
+            is_bad = circle.rank in bad
+            resident.flat["float32"][:] = np.nan if is_bad else circle.rank
+            done = resident.all_reduce("mean", weight=nonfinite_weight(7) if is_bad else 1.0)
+            values = [float(x) for x in resident.flat["float32"]]
+            found[f"{name} {len(bad)}"] = [sorted(done.nonfinite.items()), done.weight, values]
+    return found
 
 
 def two_at_once(engine: str, place: Place, first: Circle) -> list[int]:
@@ -205,6 +230,7 @@ def look(engine: str, place: Place, folder: Path) -> None:
         "mismatches": mismatches(circle) if place.world > 1 else {},
         "calls": user_calls(circle),
         "two": two_at_once(engine, place, circle),
+        "left out": left_out(circle),
         "name": circle.name,
     }
     circle.close()

@@ -14,8 +14,9 @@ from maniple.center.batch import Batch
 from maniple.center.link import Link
 from maniple.center.segment import Segment
 from maniple.center.snapshot import check_snapshot, write_snapshot
-from maniple.center.stage import word_of, words
+from maniple.center.stage import word_of
 from maniple.center.tcp import Tcp
+from maniple.center.words import words
 from maniple.contracts import Moment
 from maniple.errors import HostAway
 from maniple.host import Host

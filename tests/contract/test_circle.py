@@ -168,6 +168,19 @@ def test_calls_that_do_not_fit_are_named_to_all_and_the_circle_goes_on(seen: See
         assert "float32[3]" in said["mismatches"]["size"] and "float32[5]" in said["mismatches"]["size"]
 
 
+def test_values_that_are_not_finite_are_left_out_of_a_mean_and_all_know_whose(seen: Seen):
+    last = seen.world - 1
+    for said in seen.said:
+        for name, (nonfinite, weight, values) in said["left out"].items():
+            if name.endswith(f" {seen.world}"):  # those of all: there is no mean
+                assert nonfinite == [[rank, 7] for rank in range(seen.world)] and weight == 0
+            else:
+                assert nonfinite == [[last, 7]] and weight == last
+                assert values == pytest.approx([(last - 1) / 2] * 5, rel=2**-6)
+    if seen.said[0]["name"] == "torch":
+        assert {"parts on the device 1", "device 1", "parts 1", "bfloat16 1"} <= set(seen.said[0]["left out"])
+
+
 def test_two_circles_of_one_process_do_not_mix_up_their_messages(seen: Seen):
     for said in seen.said:
         assert said["two"] == [n for k in range(5) for n in (k * seen.world, 100 * k * seen.world)]

@@ -1,17 +1,28 @@
 """Named arrays at a host: the classic parameter server, call by call."""
 
+import itertools
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import maniple
+from maniple.center.link import Link
+from maniple.center.snapshot import write_snapshot
+from maniple.center.tensors import read_arrays
 from maniple.errors import HostAway, InvalidArgument, LayoutMismatch, ManipleError, NotAdmitted
+from maniple.wire.messages import Create, Open, Refusal, Value
+from maniple.wire.tls import host_context, make_certificate
 
+from ..limits import descriptor_limit
 from ..serving import TOKEN, Serving
 
 DTYPES = [*(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "float16", "float32", "float64"]
@@ -174,6 +185,96 @@ def test_values_for_the_same_element_add_up_as_differences_only(client):
         client.push_at("a", [[1], [1]], [1, 2], alpha=0.5, beta=0.5)
 
 
+# Against NumPy, over every transport
+
+NUMBERS = itertools.count()  # hypothesis repeats examples, and an array of a name is made once
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=["tcp", "unix", "tls"])
+def over(request, tmp_path, monkeypatch):
+    """A client of a host that listens in one of the ways there are."""
+    tls = None
+    if request.param == "tls":
+        make_certificate(tmp_path / "certificate.pem", tmp_path / "key.pem")
+        tls = host_context(tmp_path / "certificate.pem", tmp_path / "key.pem")
+        monkeypatch.setenv("MANIPLE_CERTIFICATE", str(tmp_path / "certificate.pem"))
+    host = Serving(tmp_path / "host", unix=request.param == "unix", tls=tls)
+    monkeypatch.setenv("MANIPLE_ADDRESS", str(host.address))
+    monkeypatch.setenv("MANIPLE_TOKEN", TOKEN)
+    with maniple.Client(timeout_s=10) as client:
+        yield client
+    host.close()
+
+
+@st.composite
+def cases(draw, *, is_part: bool):
+    """An array, indices in any order that may repeat and count from the end, values, weights."""
+    dtype = draw(st.sampled_from(DTYPES + COMPLEX))
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    axes = [st.integers(-size, size - 1) for size in shape]
+    if is_part:
+        is_once = draw(st.booleans())
+        at = [
+            draw(st.lists(axis, max_size=5, unique_by=(lambda i, n=n: i % n) if is_once else None))
+            for axis, n in zip(axes, shape, strict=True)
+        ]
+        count = tuple(len(one) for one in at)
+        flat = np.ravel_multi_index(np.ix_(*(np.array(o, int) % n for o, n in zip(at, shape, strict=True))), shape)
+    else:
+        at = draw(st.lists(st.tuples(*axes), max_size=8))
+        count = (len(at),)
+        flat = np.array([np.ravel_multi_index(np.array(one) % shape, shape) for one in at], int)
+    repeats = np.unique(flat).size < flat.size
+    size = int(np.prod(count))
+    values = np.array(draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype).reshape(count)
+    alpha, beta = (1 if repeats else draw(st.integers(0, 3))), draw(st.integers(0, 3))
+    return np.arange(np.prod(shape)).astype(dtype).reshape(shape), at, flat, values, alpha, beta
+
+
+def weighed(whole, flat, values, alpha, beta) -> np.ndarray:
+    """What NumPy makes of it."""
+    new = whole.copy().reshape(-1)
+    if alpha != 1:
+        new[flat] *= new.dtype.type(alpha)
+    np.add.at(new, flat.reshape(-1), (values * new.dtype.type(beta)).reshape(-1))
+    return new.reshape(whole.shape)
+
+
+@MANY
+@given(case=cases(is_part=False))
+def test_elements_are_pushed_and_pulled_as_numpy_indexes_them(over, case):
+    whole, at, flat, values, alpha, beta = case
+    name = f"a{next(NUMBERS)}"
+    over.create(name, whole)
+    np.testing.assert_array_equal(over.pull_at(name, at), whole.reshape(-1)[flat])
+    over.push_at(name, at, values, alpha=alpha, beta=beta)
+    np.testing.assert_array_equal(over.pull(name), weighed(whole, flat, values, alpha, beta))
+
+
+@MANY
+@given(case=cases(is_part=True))
+def test_parts_are_pushed_and_pulled_as_numpy_indexes_them(over, case):
+    whole, at, flat, values, alpha, beta = case
+    name = f"p{next(NUMBERS)}"
+    over.create(name, whole)
+    np.testing.assert_array_equal(over.pull_part(name, at), whole.reshape(-1)[flat])
+    over.push_part(name, at, values, alpha=alpha, beta=beta)
+    np.testing.assert_array_equal(over.pull(name), weighed(whole, flat, values, alpha, beta))
+
+
+def test_many_clients_use_more_arrays_than_the_host_may_open_files(client):
+    for k in range(40):
+        client.create(f"a{k}", np.full(2, k))
+    with descriptor_limit(400):
+        clients = [maniple.Client(timeout_s=5) for _ in range(20)]
+        for other in clients:
+            for k in range(40):
+                assert other.pull(f"a{k}")[0] == k
+        for other in clients:
+            other.close()
+
+
 # Bad input
 
 
@@ -187,6 +288,9 @@ def test_values_for_the_same_element_add_up_as_differences_only(client):
         (lambda c: c.push("i", np.ones(2), alpha=1, beta=1), "float64 values cannot go into"),
         (lambda c: c.push("a", np.ones((2, 2)), alpha=np.nan), "alpha=nan"),
         (lambda c: c.push("a", np.full((2, 2), np.nan)), "not finite"),
+        (lambda c: c.push_at("a", [[0, 1]], [np.nan]), "not finite"),
+        (lambda c: c.push_part("a", [[0], [1]], [[np.inf]]), "not finite"),
+        (lambda c: c.push_at("i", [[0]], [np.nan], alpha=1, beta=1), "float64 values cannot go into"),
         (lambda c: c.pull_part("a", [[0]]), "1 lists of indices were given for the 2 axes"),
         (lambda c: c.pull_part("a", [[0], [2]]), "index 2 lies outside of axis 1"),
         (lambda c: c.pull_at("a", [[0, -3]]), "index -3 lies outside of axis 1"),
@@ -206,6 +310,79 @@ def test_bad_input_is_told_and_changes_nothing(client, act, words):
         act(client)
     np.testing.assert_array_equal(client.pull("a"), 1)
     np.testing.assert_array_equal(client.pull("i"), 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "limits"),
+    [
+        ("int8", 300, "-128 to 127"),
+        ("int8", -129, "-128 to 127"),
+        ("uint8", -1, "0 to 255"),
+        ("uint16", 1 << 16, "0 to 65535"),
+        ("int64", np.uint64(1 << 63), "-9223372036854775808 to 9223372036854775807"),
+        ("uint64", -1, "0 to 18446744073709551615"),
+        ("float16", 1e5, "65504"),
+        ("float16", np.float32(-65520), "65504"),
+        ("float16", 100_000, "65504"),
+        ("float32", 1e39, "3.40"),
+        ("complex64", 1e39j, "3.40"),
+    ],
+)
+def test_value_that_the_dtype_cannot_hold_is_refused_by_every_push(client, dtype, value, limits):
+    client.create("a", np.ones(2, dtype))
+    whole = np.array([value, 1 * value])
+    for push in (
+        lambda: client.push("a", whole, alpha=1, beta=1),
+        lambda: client.push_at("a", [[0], [1]], whole, alpha=1, beta=1),
+        lambda: client.push_part("a", [[1, 0]], whole, alpha=1, beta=1),
+    ):
+        with pytest.raises(InvalidArgument, match=f"does not fit.*{limits}"):
+            push()
+    np.testing.assert_array_equal(client.pull("a"), 1)
+
+
+def test_whole_numbers_that_fit_are_pushed_whatever_their_dtype(client):
+    for dtype, low, high in (("int8", -128, 127), ("uint8", 0, 255), ("uint64", 0, (1 << 64) - 1)):
+        client.create(dtype, np.ones(2, dtype))
+        client.push(dtype, np.array([low, 1]), alpha=0, beta=1)
+        client.push_at(dtype, [[1]], np.array([high]), alpha=0, beta=1)
+        assert client.pull(dtype).tolist() == [low, high]
+
+
+def test_sum_beyond_float16_is_pulled_as_its_largest_value(client):
+    client.create("a", np.full(2, 6e4, "float16"))
+    client.push("a", np.full(2, 6e4, "float16"), alpha=1, beta=1)
+    largest = np.finfo("float16").max
+    np.testing.assert_array_equal(client.pull("a"), largest)
+    np.testing.assert_array_equal(client.pull_at("a", [[1]]), largest)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([("a", [1] * 70, "float32")], "no shape of an array"),
+        ([("a", [0, 10**18, 99], "float32")], "no shape of an array"),
+        ([("a\0b", [2], "float32")], "cannot name an array"),
+        ([("another", [2], "float32")], "something else than one array of that name"),
+        ([("a", [2], "float32"), ("b", [2], "float32")], "something else than one array of that name"),
+    ],
+)
+def test_table_that_would_spoil_the_snapshots_is_refused_at_the_door(host, client, table, words):
+    """From somebody who knows the token and does not use this library."""
+    client.create("good", np.ones(2))
+    link = Link(host.door(), "data")
+    stream = link.stream()
+    stream.send(Open("array:a", ""), msgspec.json.encode(table))
+    answer = stream.receive_message()
+    if isinstance(answer, Create):  # then it is made
+        for i in range(len(table)):
+            stream.send(Value(i), np.zeros(0 if 0 in table[i][1] else int(np.prod(table[i][1])), "float32"))
+        answer = stream.receive()[0]
+    link.drop("enough")
+    path = write_snapshot(host.segment, host.run / "center", lineage="x", restored=0, versions={})
+    assert path is not None and set(load_file(path / "arrays.safetensors")) == {"good"}
+    assert isinstance(answer, Refusal) and words in answer.reason
+    assert client.names() == ["good"]
 
 
 def test_creating_with_another_shape_is_refused(client):
@@ -259,6 +436,82 @@ def test_host_saves_hdf5(client):
         assert file["c"][0] == 1 + 2j
 
 
+def test_names_that_are_no_paths_of_hdf5_come_back_from_it(client):
+    pytest.importorskip("h5py")
+    names = ["a", "a/b", "a//b", "/a", "a/", "", ".", "./a", "..", "%", "a%2Fb", "%2Ea", "a%"]
+    for k, name in enumerate(names):
+        client.create(name, np.full(2, k))
+    path = client.save("all.h5")
+    assert {name: int(value[0]) for name, value in read_arrays(Path(path)).items()} == {
+        n: k for k, n in enumerate(names)
+    }
+
+
+def test_simultaneous_saves_of_one_name_all_succeed_and_readers_see_whole_files(host, client):
+    for k in range(20):
+        client.create(f"a{k}", np.full(5000, k))
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def save() -> None:
+        try:
+            with maniple.Client(timeout_s=20) as own:
+                for _ in range(5):
+                    own.save("kept/all.safetensors")
+        except Exception as error:
+            wrong.append(f"save: {error!r}")
+
+    def read() -> None:
+        while not stop.is_set():
+            if (host.run / "center" / "kept" / "all.safetensors").exists():
+                try:
+                    values = load_file(host.run / "center" / "kept" / "all.safetensors")
+                    assert all((values[f"a{k}"] == k).all() for k in range(20))
+                except Exception as error:
+                    wrong.append(f"read: {error!r}")
+
+    reader = threading.Thread(target=read)
+    savers = [threading.Thread(target=save) for _ in range(4)]
+    for thread in (reader, *savers):
+        thread.start()
+    for thread in savers:
+        thread.join(60)
+    stop.set()
+    reader.join(10)
+    assert not wrong, f"{len(wrong)} failures: {wrong[:3]}"
+    assert [path.name for path in (host.run / "center").rglob("*") if path.is_file()] == ["all.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{folder}/center-0.safetensors" for folder in ("snapshot-000001", "best-000001", "epoch-0004", "candidate")),
+        "best/center-0.safetensors",
+        "best/deeper/x.h5",
+        "Snapshot-000001/center-0.safetensors",
+        "BEST-000001/x.h5",
+        "Center-0.safetensors",
+        "ARRAYS.h5",
+        "linked/deeper/x.h5",
+        ".hidden/x.h5",
+        ".saving.h5",
+        "new\nline.h5",
+    ],
+)
+def test_nothing_is_saved_over_a_snapshot(host, client, name):
+    kept = host.run / "center" / "best-000001"
+    kept.mkdir()
+    (kept / "center-0.safetensors").write_text("kept")
+    (host.run / "center" / "best").symlink_to("best-000001")
+    (host.run / "center" / "linked").symlink_to("best-000001")
+    client.create("a", np.zeros(2))
+    with pytest.raises(InvalidArgument, match=r"Choose another name|control characters"):
+        client.save(name)
+    assert {path.name for path in (host.run / "center").iterdir()} == {"best", "best-000001", "linked"}
+    assert [path.name for path in kept.iterdir()] == ["center-0.safetensors"]
+    assert (kept / "center-0.safetensors").read_text() == "kept"
+
+
 def test_client_that_leaves_is_forgotten(host):
     with maniple.Client(timeout_s=10) as client:
         client.create("a", np.zeros(3))
@@ -272,6 +525,49 @@ def test_client_that_leaves_is_forgotten(host):
     raise AssertionError("its stage is still there")
 
 
+def test_dead_clients_leave_no_stage_behind_and_one_that_returns_is_known(host, client):
+    """Of 200 clients that were killed, nothing but their words is left; pushes of one that comes back count once."""
+    client.create("a", np.zeros(3))
+    others = [maniple.Client(timeout_s=10) for _ in range(200)]
+    for other in others:
+        other.push("a", np.ones(3), alpha=1, beta=1)
+        other._link.drop("killed")
+    deadline = time.monotonic() + 20
+    while len(list(host.segment.path.glob("stage-*"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(list(host.segment.path.glob("stage-*"))) == 1, "only that of the one which is connected"
+    assert not host.server._turns._turns.keys() - {client._link._door.worker}
+    for other in others[:5]:
+        assert other._was_applied("a", 1, time.monotonic() + 10)
+        other.push("a", np.ones(3), alpha=1, beta=1)
+        assert not other._was_applied("a", 3, time.monotonic() + 10)
+        other.close()
+    np.testing.assert_array_equal(client.pull("a"), 205)
+
+
+def test_client_that_was_forgotten_is_refused_an_answer_rather_than_given_a_wrong_one(host, monkeypatch):
+    monkeypatch.setattr("maniple.center.words.ROWS", 2)
+
+    def killed(act) -> maniple.Client:
+        client = maniple.Client(timeout_s=10)
+        act(client)
+        client._link.drop("killed")
+        deadline = time.monotonic() + 20
+        while list(host.segment.path.glob("stage-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return client
+
+    first = killed(lambda client: client.create("a", np.zeros(3)))
+    second = killed(lambda client: client.push("a", np.ones(3), alpha=1, beta=1))
+    third = killed(lambda client: client.pull("a"))
+    assert second._was_applied("a", 1, time.monotonic() + 10)
+    second.close()
+    with pytest.raises(InvalidArgument, match=r"does not know any more whether exchange 1.*begin anew"):
+        first._was_applied("a", 1, time.monotonic() + 10)
+    for other in (first, third):
+        other.close()
+
+
 def test_array_over_two_gibibytes(client):
     size = (1 << 31) + 12_345
     value = np.zeros(size, "int8")
@@ -281,3 +577,78 @@ def test_array_over_two_gibibytes(client):
     value[[0, 1 << 30, size - 2, size - 1]] = 0, 0, 7, 0
     client.push("large", value, alpha=1, beta=1)
     assert client.pull_at("large", [[0], [1 << 30], [size - 2], [size - 1]]).tolist() == [1, 2, 7, 3]
+
+
+# Threads
+
+
+def test_one_client_serves_several_threads(client):
+    """Each thread gets its own answers, and every push counts once."""
+    count, rounds = 6, 40
+    for k in range(count):
+        client.create(f"a{k}", np.full(20_000, float(k)))
+    client.create("sum", np.zeros(1000))
+    wrong: list[str] = []
+
+    def use(k: int) -> None:
+        try:
+            for _ in range(rounds):
+                if not (client.pull(f"a{k}") == k).all():
+                    wrong.append(f"thread {k} pulled the array of another")
+                client.push("sum", np.ones(1000), alpha=1, beta=1)
+                if not (client.pull_at(f"a{k}", [[k], [0]]) == k).all() or len(client.names()) != count + 1:
+                    wrong.append(f"thread {k} got the elements of another")
+        except Exception as error:
+            wrong.append(f"thread {k}: {error!r}")
+
+    threads = [threading.Thread(target=use, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, f"{len(wrong)} wrong answers: {wrong[:3]}"
+    np.testing.assert_array_equal(client.pull("sum"), count * rounds)
+
+
+def test_thread_that_waits_for_another_s_call_gives_up_at_its_deadline(host):
+    with maniple.Client(timeout_s=0.3) as client:
+        client._lock.acquire()  # a call of this thread is under way
+        failures: list[Exception] = []
+
+        def names() -> None:
+            try:
+                client.names()
+            except HostAway as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=names)
+        thread.start()
+        thread.join(10)
+        client._lock.release()
+        assert "another thread" in str(failures[0])
+
+
+def test_child_of_a_client_that_was_in_use_has_a_connection_of_its_own(client):
+    client.create("a", np.zeros(2))
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with client._lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.push("a", np.ones(2), alpha=1, beta=1)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    done.set()
+    thread.join(10)
+    assert os.waitstatus_to_exitcode(status) == 0
+    np.testing.assert_array_equal(client.pull("a"), 1)

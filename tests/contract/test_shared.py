@@ -1,6 +1,7 @@
 """What only the center in shared memory has: locks that die with their holder, torn writes, segments, snapshots."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from safetensors.numpy import load_file
 from maniple import EASGD, Downpour, Rule
 from maniple.adapters import adapt
 from maniple.center import ByteLocks, Segment, Shared, sweep
-from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
+from maniple.center.segment import DEAD, LEFT, LIVE, NEVER, homeless
 from maniple.center.snapshot import write_snapshot
 from maniple.contracts import Moment
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
+from maniple.record import Folder
 
 from ..limits import file_limit
 
@@ -462,9 +464,25 @@ def nothing(segment: Segment, run: Path) -> None:
     pytest.fail(f"{segment.path} should not be saved")
 
 
-def dead(root: Path, run: Path, lineage: str = LINEAGE) -> Path:
+def begun(root: Path, lineage: str = LINEAGE) -> Path:
+    """The folder of a run in `root`."""
+    folder = root / f"run-{lineage}"
+    folder.mkdir()
+    Folder(folder).describe(lineage=lineage)
+    return folder
+
+
+def dead(root: Path, lineage: str = LINEAGE) -> Path:
     """A segment whose host was killed: its lock is free, its files are there."""
-    segment = Segment.create(root, lineage, run)
+    segment = Segment.create(root, lineage, begun(root, lineage))
+    segment.close()
+    return segment.path
+
+
+def dead_with_center(root: Path, run: Path) -> Path:
+    """The same, with a center in it."""
+    segment = Segment.create(root, LINEAGE, run)
+    Shared.open_or_create(segment, "center-0", adapt(some(5)), rank=0)[0].close()
     segment.close()
     return segment.path
 
@@ -475,18 +493,14 @@ def test_segment_of_a_living_host_is_left_alone(segment):
 
 
 def test_segment_of_a_dead_host_is_saved_and_removed(tmp_path):
-    root, run = tmp_path / "shm", tmp_path / "run"
+    root, run = tmp_path / "shm", begun(tmp_path)
     root.mkdir()
-    run.mkdir()
-    segment = Segment.create(root, LINEAGE, run)
-    center, _ = Shared.open_or_create(segment, "center-0", adapt(some(5)), rank=0)
-    center.close()
-    segment.close()
+    path = dead_with_center(root, run)
 
     def salvage(segment: Segment, folder: Path) -> None:
         write_snapshot(segment, folder, lineage=LINEAGE, restored=0, versions={})
 
-    assert sweep(root, salvage) == [segment.path]
+    assert sweep(root, salvage) == [path]
     assert list(root.iterdir()) == []
     assert (load_file(run / "center-0.safetensors")["w"] == 5).all()
     assert sweep(root, nothing) == []
@@ -494,7 +508,7 @@ def test_segment_of_a_dead_host_is_saved_and_removed(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("run.json is damaged")], ids=repr)
 def test_segment_that_cannot_be_saved_stays_and_does_not_stop_the_others(tmp_path, error):
-    paths = [dead(tmp_path, tmp_path, f"{i:016x}") for i in range(3)]
+    paths = [dead(tmp_path, f"{i:016x}") for i in range(3)]
 
     def salvage(segment: Segment, run: Path) -> None:
         if segment.path == paths[1]:
@@ -506,7 +520,8 @@ def test_segment_that_cannot_be_saved_stays_and_does_not_stop_the_others(tmp_pat
 
 
 def test_center_that_does_not_fit_the_disk_stays_in_memory(tmp_path):
-    segment = Segment.create(tmp_path, LINEAGE, tmp_path)
+    run = begun(tmp_path)
+    segment = Segment.create(tmp_path, LINEAGE, run)
     center, _ = Shared.open_or_create(segment, "center-0", adapt({"w": np.ones(100_000)}), rank=0)
     center.close()
     segment.close()
@@ -518,18 +533,60 @@ def test_center_that_does_not_fit_the_disk_stays_in_memory(tmp_path):
     with pytest.warns(UserWarning, match="left where it is"):
         assert sweep(tmp_path, salvage) == []
     assert segment.path.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [segment.path.name]
+    assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
-def test_segment_whose_run_folder_is_gone_is_removed(tmp_path):
-    path = dead(tmp_path, tmp_path / "gone")
+def test_segment_without_a_center_whose_run_folder_is_gone_is_removed(tmp_path):
+    path = dead(tmp_path)
+    shutil.rmtree(tmp_path / f"run-{LINEAGE}")
     assert sweep(tmp_path, nothing) == [path]
+
+
+def saved_by_a_sweep(root: Path) -> list[Path]:
+    """Where the next run saves what dead ones have left in `root`."""
+    found: list[Path] = []
+    sweep(root, lambda _, run: found.append(run))
+    return found
+
+
+@pytest.mark.parametrize("instead", [None, "a folder", "another run"])
+def test_center_whose_run_folder_is_gone_stays_in_memory_until_it_is_back(tmp_path, instead):
+    """An unmounted file system leaves nothing, or the empty folder it was mounted on; a new run may take the name."""
+    root, run, away = tmp_path / "shm", begun(tmp_path), tmp_path / "elsewhere" / "run"
+    root.mkdir()
+    away.parent.mkdir()
+    path = dead_with_center(root, run)
+    run.rename(away)
+    if instead is not None:
+        run.mkdir()
+    if instead == "another run":
+        Folder(run).describe(lineage="f" * 16)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=rf"run folder {run} is gone.*--resume.*rm -r {path}"):
+            assert saved_by_a_sweep(root) == []
+        assert path.exists()
+    assert homeless(path) == run
+    shutil.rmtree(run, ignore_errors=True)
+    away.rename(run)
+    assert homeless(path) is None
+    assert saved_by_a_sweep(root) == [run]
+    assert not path.exists()
+
+
+def test_center_of_a_run_whose_folder_was_renamed_is_saved_under_the_new_name(tmp_path):
+    root, run = tmp_path / "shm", begun(tmp_path)
+    root.mkdir()
+    path = dead_with_center(root, run)
+    (tmp_path / "last").symlink_to(run.name)
+    run.rename(tmp_path / "renamed")
+    assert saved_by_a_sweep(root) == [tmp_path / "renamed"]
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("made", [[], ["host"]], ids=["no file yet", "host not written"])
 def test_half_made_segment_is_removed_only_when_it_is_old(tmp_path, made):
     path = tmp_path / f"maniple-{LINEAGE}"
-    path.mkdir()
+    path.mkdir(mode=0o700)
     for name in made:
         (path / name).touch()
     assert sweep(tmp_path, nothing) == []
@@ -552,9 +609,9 @@ def test_half_made_segment_is_removed_only_when_it_is_old(tmp_path, made):
     ids=["no members", "empty members", "host cut short", "host says nothing", "center not written"],
 )
 def test_damaged_segment_does_not_stop_later_runs(tmp_path, damage):
-    path = dead(tmp_path, tmp_path)
+    path = dead(tmp_path)
     damage(path)
-    other = dead(tmp_path, tmp_path, "f" * 16)
+    other = dead(tmp_path, "f" * 16)
 
     def salvage(segment: Segment, run: Path) -> None:
         for center in segment.centers():
@@ -577,7 +634,7 @@ def test_folders_and_files_of_the_user_s_own_are_never_removed(tmp_path):
 
 
 def test_segments_of_other_users_are_left_alone(tmp_path, monkeypatch):
-    path = dead(tmp_path, tmp_path)
+    path = dead(tmp_path)
     monkeypatch.setattr("maniple.center.segment.os.getuid", lambda: 12345)
     assert sweep(tmp_path, nothing) == []
     assert path.exists()

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,10 @@ import pytest
 
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
-from maniple.center.stage import Intent, Stage, finish_all, word_of, words
+from maniple.center.stage import Intent, Stages, finish_all, word_of
+from maniple.center.words import words
 from maniple.contracts import Moment
+from maniple.errors import SharedMemoryFull
 from maniple.rules import Downpour, blocks
 
 COUNT = 100_000  # 800 kB: 25 blocks, the last one not full
@@ -37,22 +38,24 @@ def opened(segment: Segment) -> Shared:
 
 def commit(segment: Segment, *, die_after: int | None = None) -> None:
     """Add 5 to every element of `w`; die by SIGKILL after so many writes to the stage's head."""
-    with contextlib.closing(opened(segment)) as center, contextlib.closing(Stage.of(segment.path, "a")) as stage:
+    with contextlib.closing(opened(segment)) as center, contextlib.closing(Stages(segment.path).open("a")) as stage:
         value = stage.reserve(8 * COUNT).view(np.float64)
         value[:] = 5
         if die_after is not None:
             stage._head = Mortal(stage._head, die_after)
             stage._progress = Mortal(stage._progress, 0, stage._head)
+            stage._words = Mortal(stage._words, 0, stage._head)
         with center.held(1):
             stage.commit(center, Intent("center-0", 1, "blend", 1.0, 1.0, WORD, COUNT), value, answer=blocks.VALUE)
 
 
 def commit_some(segment: Segment, *, die_after: int | None = None) -> None:
     """Add 5 to some elements of `w`, to one of them twice."""
-    with contextlib.closing(opened(segment)) as center, contextlib.closing(Stage.of(segment.path, "a")) as stage:
+    with contextlib.closing(opened(segment)) as center, contextlib.closing(Stages(segment.path).open("a")) as stage:
         stage.reserve(1000)
         if die_after is not None:
             stage._head = Mortal(stage._head, die_after)
+            stage._words = Mortal(stage._words, 0, stage._head)
         with center.held(1):
             intent = Intent("center-0", 1, "blend", 1, 1, WORD, 3, is_sparse=True)
             stage.commit_at(center, intent, np.array([7, 9, 7]), np.full(3, 5.0))
@@ -94,8 +97,7 @@ def test_host_killed_between_any_two_steps_has_applied_all_or_nothing_and_knows_
     whole, _ = state(segment)
     writes = 0
     while True:
-        for path in segment.path.glob("stage-*"):
-            path.unlink()
+        Stages(segment.path).forget("a")
         with contextlib.closing(opened(segment)) as center:
             center.array(1)[:] = 1
         if not dies(act, segment, writes):
@@ -114,8 +116,7 @@ def test_local_worker_finishes_what_a_killed_host_has_begun_before_it_adds_its_o
     for writes in range(5, 10):
         with contextlib.closing(opened(segment)) as center:
             center.array(1)[:] = 1
-        for path in segment.path.glob("stage-*"):
-            path.unlink()
+        Stages(segment.path).forget("a")
         assert dies(commit, segment, writes)
         params = {"v": np.zeros(3), "w": np.ones(COUNT) + 2}
         local, _ = Shared.open_or_create(segment, "center-0", adapt(params), rank=1)
@@ -128,14 +129,56 @@ def test_local_worker_finishes_what_a_killed_host_has_begun_before_it_adds_its_o
         assert finish_all(segment.path, lambda name: opened(segment)) == 0
 
 
-def test_stage_of_a_quiet_worker_takes_a_page(segment, tmp_path: Path):
+# Workers that are away
+
+
+def test_worker_that_is_away_has_a_word_and_no_stage(segment):
     commit(segment)
-    stage = Stage.of(segment.path, "a")
-    stage.shrink()
-    assert (segment.path / "stage-a").stat().st_size == 4096
-    assert stage.word == WORD
-    stage.close()
-    commit(segment)
-    stage = Stage.of(segment.path, "a")
-    stage.remove()
+    stages = Stages(segment.path)
+    stages.retire("a", stages.open("a"))
     assert not (segment.path / "stage-a").exists()
+    assert words(segment.path) == {"a": WORD}
+    again = stages.open("a")
+    assert (again.is_known, again.word) == (True, WORD)
+    again.close()
+    stages.forget("a")
+    assert not list(segment.path.glob("stage-*")) and words(segment.path) == {}
+
+
+def test_successor_of_a_killed_server_keeps_the_words_of_its_workers_and_not_their_stages(segment):
+    commit(segment)
+    stages = Stages(segment.path)
+    for k in range(50):
+        stage = stages.open(f"worker{k}")
+        stage.skip(word_of(k + 1, 1))
+        stage.close()
+    assert dies(commit_some, segment, 4)  # half-way, and its parameter is gone from memory
+    before = words(segment.path)
+    (segment.path / "center-0").rename(segment.path / "elsewhere")
+    successor = Stages(segment.path)
+    successor.begin()
+    assert [path.name for path in segment.path.glob("stage-*")] == ["stage-a"], "what is not finished stays"
+    assert words(segment.path) == before
+    assert successor.open("worker7").word == word_of(8, 1)
+    (segment.path / "elsewhere").rename(segment.path / "center-0")
+
+
+def test_those_who_have_been_away_for_the_longest_time_are_forgotten_and_that_is_known(segment, monkeypatch):
+    monkeypatch.setattr("maniple.center.words.ROWS", 4)
+    stages = Stages(segment.path)
+    opened = {name: stages.open(name) for name in "abcd"}
+    for number, name in enumerate("bcd", 1):
+        opened[name].skip(word_of(number, 1))
+        stages.retire(name, opened[name])
+    stages.retire("b", stages.open("b"))  # back for a moment: now c is the one that has been away for the longest time
+    assert stages.forgotten == 0
+    assert not stages.open("e").is_known
+    assert stages.forgotten == 1
+    assert set(words(segment.path)) == {"a", "b", "d", "e"}, "a is connected, and stays"
+    successor = Stages(segment.path)
+    assert successor.forgotten == 1
+    assert successor.open("b").word == word_of(1, 1)
+    assert not successor.open("c").is_known
+    with pytest.raises(SharedMemoryFull, match="cannot serve more"):
+        for name in "vwxyz":
+            successor.open(name)

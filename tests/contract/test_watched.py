@@ -146,6 +146,26 @@ def test_a_mirror_is_the_folder_byte_by_byte_while_rows_are_written(serving, tmp
     again.close()
 
 
+def test_a_file_is_mirrored_whole_before_the_one_that_follows_it(serving, tmp_path, monkeypatch):
+    first = Folder(serving.run).events(0)
+    first.write_bytes(os.urandom(2 * PIECE_BYTES + 1))
+    first.with_name("worker-0_000001.jsonl").write_bytes(os.urandom(PIECE_BYTES + 1))
+    first.with_name("worker-0_000002.jsonl").write_bytes(b"newest")
+    mirror, asked = Mirror(place_of(serving), tmp_path / "mirror"), list[str]()
+    append = Mirror._append
+
+    def note(self, stream, rows, deadline):
+        asked.extend(name for name, _ in rows if "worker-0" in name)
+        append(self, stream, rows, deadline)
+
+    monkeypatch.setattr(Mirror, "_append", note)
+    mirror.refresh(PATIENCE_S)
+    mirror.close()
+    names = [f"events/worker-0{part}.jsonl" for part in ("", "_000001", "_000002")]
+    assert asked == [names[0]] * 3 + [names[1]] * 2 + [names[2]]
+    assert same(mirror, serving)
+
+
 def test_a_mirror_of_another_run_begins_anew(serving, tmp_path):
     folder = Folder(tmp_path / "mirror")
     (folder.path / "events").mkdir(parents=True)

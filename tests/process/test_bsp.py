@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import require
 from tests.contract.circle_ranks import find_mpiexec
 
-from .conftest import BARE, MANIPLE, PATIENCE_S, Run
+from .conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
 
 pytest.importorskip("torch")
 
@@ -288,6 +288,64 @@ def test_waiting_has_a_deadline_and_names_who_and_where(run: Any):
     done = run(script, "-n", "2", "--circle-deadline", "1")
     assert done.description["exit_code"] == 1
     assert "worker 1 in all_reduce" in done.log(0) and "limit 1 s" in done.log(0)
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_comparing_replicas_needs_no_memory_that_was_not_there_from_the_beginning(run: Any, tiny: Any):
+    memory = tiny("shm", "8m")
+    script = """
+        import os, sys
+        import numpy as np, maniple
+        worker = maniple.join()
+        w = {f"w{i}": np.zeros(4, np.float32) for i in range(2000)}
+        replica = worker.share(w, rule=maniple.BSP(check_every=5))
+        for step in range(12):
+            if step == 2:
+                if worker.rank == 0:
+                    with open(sys.argv[1], "wb", 0) as file:
+                        try:
+                            while file.write(bytes(4096)):
+                                pass
+                        except OSError:
+                            print("full", flush=True)
+                print(worker.all_reduce(1.0, "sum"), flush=True)
+            replica.reduce({name: np.ones(4, np.float32) for name in w})
+            replica.step()
+    """
+    done = run(script, "-n", "2", args=(str(memory / "filler"),), env=BARE | {"MANIPLE_SHM": str(memory)})
+    assert done.process.returncode == 0 and "full" in done.log(0), done.output
+    assert "2.0" in done.log(1)
+
+
+@pytest.mark.usefixtures("without_numba")
+@pytest.mark.parametrize(("circle", "world"), [("shared", 3), ("torch", 2)])
+def test_who_waits_for_a_stopped_worker_says_so(start: Any, circle: str, world: int):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        w = {"w": np.zeros(4, np.float32)}
+        replica = worker.share(w, rule=maniple.BSP())
+        while not worker.should_stop:
+            replica.reduce({"w": np.ones(4, np.float32)})
+            replica.step()
+    """
+    run = start(script, "-n", str(world), "--circle", circle, env=BARE)
+    *others, last = range(world)
+    stopped = run.pid(last)
+    await_(lambda: run.events(last, "progress"))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for rank in others:
+            rows = await_(lambda rank=rank: [row for row in run.events(rank, "waiting") if row["seconds"] > 3])
+            assert rows[-1]["for"] == [last]
+        shown = subprocess.run([MANIPLE, "status", run.folder], capture_output=True, text=True, check=True).stdout
+        assert len(re.findall(rf"waiting for worker {last} \(\d+ s\)", shown)) == len(others), shown
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    for rank in others:
+        assert run.await_event(rank, "waited")[0]["for"] == [last]
+    run.signal(signal.SIGTERM)
+    run.wait()
 
 
 @pytest.mark.usefixtures("without_numba")

@@ -168,7 +168,7 @@ def test_a_killed_host_is_followed_by_one_that_finds_the_center_in_memory(serve,
     steps = sum(steps_of(worker) for worker in [*workers])
     for name, array in counted(host).items():
         np.testing.assert_array_equal(array, steps, err_msg=name)
-    assert "nothing was lost" in host.output
+    assert "no exchange was lost" in host.output
 
 
 def test_loss_of_the_memory_goes_on_from_the_snapshot_and_every_worker_is_told(serve, tmp_path):
@@ -253,6 +253,8 @@ def test_a_stopped_server_is_waited_for(serve, tmp_path):
     now = time.time()
     for rank in range(2):  # within 15 s each
         assert third_after(host, rank, now) - now < 15
+    assert len(host.await_event("server", "returned", count=2)) == 2, "they had given it up after 6 s"
+    assert not host.events("server", "lost"), "the server was away, and not the workers"
     stop.touch()
     steps = sum(steps_of(worker) for worker in workers)
     for name, array in counted(host).items():

@@ -245,13 +245,15 @@ def test_a_host_that_waits_in_a_queue_and_a_full_disk_are_found(tiny):
 
 
 def test_rows_are_found_among_many_others(tmp_path, monkeypatch):
-    """Also where a block of the file ends in the middle of one."""
+    """Also where a block of the file ends in the middle of one, and in a file that follows another."""
     monkeypatch.setattr("maniple.doctor.run._BLOCK", 1000)
     (tmp_path / "events").mkdir()
     other = '{"loss":1.5,"event":"log"}\n{"text":"\\"event\\":\\"share\\"","event":"log"}\n'
     shared = '{"event":"share","digest":"d%d","parameters":2,"bytes":8}\n'
     rows = "".join(7 * other + shared % i for i in range(9)) + other + shared.strip() % 9
-    (tmp_path / "events" / "worker-3.jsonl").write_text(rows)
+    half = rows.index(shared % 4)
+    (tmp_path / "events" / "worker-3.jsonl").write_text(rows[:half])
+    (tmp_path / "events" / "worker-3_000001.jsonl").write_text(rows[half:])
     found = looked("models", host=str(tmp_path))
     assert len(found) == 10
     assert_found(found, "models", "ok", "1 worker, first worker 3, shared digest d9, 2 parameters")

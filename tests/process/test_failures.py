@@ -116,8 +116,8 @@ def test_rule_of_script_and_command_line_must_agree(run):
     script = "import numpy as np, maniple; maniple.join().share({'w': np.zeros(3)}, rule=maniple.EASGD(0.5))"
     done = run(script, "-n", "1", "--rule", "downpour")
     assert done.process.returncode == 2
-    assert "EASGD(alpha=0.5, center_alpha=None, sync=False)" in done.output
-    assert "Downpour(compensate=False, sync=False)" in done.output
+    assert "EASGD(alpha=0.5, center_alpha=None, sync=False, nonfinite='stop')" in done.output
+    assert "Downpour(compensate=False, sync=False, nonfinite='stop')" in done.output
     assert run(script, "-n", "1", "--rule", "easgd:alpha=0.5").process.returncode == 0
 
 
@@ -157,6 +157,7 @@ def test_a_center_that_cannot_be_saved_is_kept_and_saved_by_the_next_run(run, ti
     done = run(script, "-n", "1", "--runs", str(disk), env={"MANIPLE_SHM": str(memory)})
     assert done.process.returncode == 3
     assert "the center could not be saved" in done.output
+    assert json.loads((disk / "run0" / "run.json").read_text())["exit_code"] == 3
     (kept,) = memory.iterdir()
     subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)
     again = run("import maniple; maniple.join()", "-n", "1", env={"MANIPLE_SHM": str(memory)})

@@ -1,387 +1,24 @@
 """Hostile bytes: strangers and workers gone mad talk to a live host, and honest workers notice nothing."""
 
-import contextlib
-import itertools
-import json
-import random
 import signal
-import socket
-import struct
-import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import maniple
-from maniple.wire.address import Address
-from maniple.wire.codecs import CODECS
-from maniple.wire.examination import Echo, Examine, Examined
-from maniple.wire.frames import HEAD, encode
-from maniple.wire.messages import (
-    Ask,
-    Beat,
-    Bye,
-    Find,
-    Hello,
-    Join,
-    Names,
-    Offer,
-    Open,
-    Proof,
-    Pull,
-    Put,
-    Save,
-    Take,
-    Value,
-)
-from maniple.wire.proof import introduce
-from maniple.wire.stream import Stream
-from maniple.wire.watching import Files, Order, Read
+from tests.hostile import HONEST, OWN, SIZE, Member, Server, Worker, attack
+from tests.readers import read_all
 
 from .conftest import MANIPLE, Run, await_
 
 pytestmark = [pytest.mark.process]
 
-T = TypeVar("T")
-
 FRAMES = 100_000
-BURST = 40  # frames per connection of an insider
-HONEST = "honest"
-SIZE = 500
+ROWS = 8000
 SEED = 20_240_607
-
-# Arrays of the attackers' own, where a change may be valid.
-OWN = {name: np.zeros(count, name) for name, count in (("float32", 64), ("float64", 9), ("int64", 16), ("uint8", 5))}
-ACTS = ("blend", "compensated", "replace", "swap", "elastic")
-BAD_ACTS = ("", "blend\0", "__import__", "elastic")  # the last one of whole numbers
-WEIGHTS = (0, 1, -1, 2, 2**62)
-BAD_WEIGHTS = (0.5, 1e308, float("nan"), float("inf"), 2**64 - 1, -(2**63))
-NUMBERS = (0, 1, 2, -1, 255, 2**16, 2**31, 2**40, 2**58, 2**62, 2**63 - 1, -(2**63), 2**64 - 1)
-TABLES = (
-    b"",
-    b"[]",
-    b"[" * 5000,
-    b'[["a",[-5],"float32"]]',
-    b'[["a",[-5],"float32"],["b",[9],"float32"]]',
-    b'[["a",[4611686018427387904],"float64"]]',
-    b'[["a",[4294967296,4294967296],"float32"]]',
-    b'[["a",[18446744073709551616],"float32"]]',
-    b'[["a",[3],"object"]]',
-    b'[["a",[3],"float32"],["a",[3],"float32"]]',
-    b'[["__metadata__",[3],"float32"]]',
-    b'[["w",[3],"float32"]]',
-    b'{"w": 1}',
-)
-PATHS = (
-    "",
-    ".",
-    "../x.safetensors",
-    "/tmp/x.h5",
-    "a\0.safetensors",
-    "x" * 300 + ".safetensors",
-    "x.exe",
-    "snapshot-1/x.h5",
-)
-FILES = ("token", "../x", "events/../token", "events/", "/etc/passwd", "run.json\0", "x" * 9999)
-CHANGES = (b"", b"[]", b'{"alpha":', b'{"alpha":0.1}', b'{"":1}', b'{"alpha":[[]]}', b"[" * 5000, bytes(1 << 17))
-ROWS = (b"", b"{}\n", b"\xff\xfe", b'{"event":"progress"}\n', b'{"event":"failed"}\n', b'{"event":"log","loss":[]}\n')
-
-
-class Server:
-    """`maniple serve`, and what the kernel knows of its server process."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.folder = run.folder
-        self.pid = run.await_event("host", "server")[0]["pid"]
-        run.await_event("server", "serving")
-        known = json.loads((self.folder / "host.json").read_text())
-        self.tcp, self.unix = Address.parse(known["address"]), Address.parse(known["unix"] or known["address"])
-        self.token = (self.folder / "token").read_text().strip()
-
-    def connect(self, rng: random.Random) -> socket.socket:
-        address = self.tcp if rng.random() < 0.2 else self.unix
-        link = address.connect(5)
-        if address is self.tcp:  # no port is kept busy after its connection
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return link
-
-    @property
-    def resident_bytes(self) -> int:
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * int(text.partition("VmRSS:")[2].split()[0])
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """Descriptors and threads."""
-        process = Path(f"/proc/{self.pid}")
-        return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
-
-
-class Worker(threading.Thread):
-    """An honest worker, which adds a known number to each element, again and again."""
-
-    def __init__(self, address: Address, number: int) -> None:
-        super().__init__(daemon=True)
-        self.times: list[float] = []
-        self.pushed = 0
-        self.error: BaseException | None = None
-        self._address, self._number = address, number
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            with maniple.Client(str(self._address), timeout_s=20) as client:
-                while not self._over.is_set():
-                    client.push(HONEST, np.full(SIZE, float(self._number)), alpha=1, beta=1)
-                    self.pushed += self._number
-                    self.times.append(time.monotonic())
-                    self._over.wait(0.01)
-        except BaseException as error:
-            self.error = error
-
-    def end(self) -> None:
-        self._over.set()
-        self.join(30)
-
-    def longest_gap_s(self, begin: float, end: float) -> float:
-        times = [begin, *(t for t in self.times if begin < t < end), end]
-        return max(b - a for a, b in itertools.pairwise(times))
-
-
-class Attacker:
-    """Frames of one kind of attack, from one seed."""
-
-    def __init__(self, server: Server, seed: int) -> None:
-        self.server, self.rng = server, random.Random(seed)
-        self.worker = f"evil{seed}"
-        self.counts: Counter[str] = Counter()
-        self._sequence = 0
-
-    # A stranger, who does not know the token
-
-    def stranger(self) -> None:
-        """One connection that does not get in."""
-        with contextlib.closing(self.server.connect(self.rng)) as link:
-            self._converse(link, self._strange(), 1)
-
-    def _strange(self) -> bytes:
-        rng = self.rng
-        proof = Proof(rng.randbytes(32), rng.randbytes(32), rng.choice(["data", "control", "doctor", "x"]), "evil")
-        whole = encode(proof, 0)
-        return rng.choice(
-            [
-                lambda: rng.randbytes(rng.randrange(200)),
-                lambda: whole[: rng.randrange(len(whole))],
-                lambda: self._flipped(whole),
-                lambda: whole,
-                lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-                lambda: HEAD.pack(b"mnpl", 1, 0, 0xFFFF, 0) + bytes(0xFFFF),
-                lambda: HEAD.pack(b"mnpl", 1, 0, 40, 2**63) + rng.randbytes(2000),
-                lambda: HEAD.pack(b"mnpl", 2, 0, 40, 0) + rng.randbytes(40),
-                lambda: encode(Hello(rng.randbytes(32)), 0),
-                lambda: self._mutated(*self._request()),
-            ]
-        )()
-
-    # An insider, who knows it
-
-    def insider(self) -> None:
-        """One connection that gets in, and a burst of requests of which at least one is broken."""
-        with contextlib.closing(self._introduced("data")) as link:
-            frames = [*(self._frame() for _ in range(BURST - 1)), self._mutated(*self._request())]
-            self._converse(link, b"".join(frames), len(frames))
-
-    def doctor(self) -> None:
-        """One connection that examines the host, and does not stop where it should."""
-        with contextlib.closing(self._introduced("doctor")) as link:
-            frames = [self._question() for _ in range(5)]
-            self._converse(link, b"".join(frames), len(frames))
-
-    def _question(self) -> bytes:
-        rng = self.rng
-        message = rng.choice([Examine(), Echo(), Examined(0.0, "node", self._number()), Pull("center-0", 0, "float32")])
-        payload = rng.randbytes(rng.choice([0, 3, 70_000]))
-        return self._mutated(message, payload) if rng.random() < 0.3 else encode(message, len(payload)) + payload
-
-    def member(self) -> None:
-        """One connection that joins, and beats wildly."""
-        with contextlib.closing(self._introduced("control")) as link:
-            frames = [encode(Join("node", self._number(), self.rng.randrange(-1, 9), self._number()), 0)]
-            for _ in range(5):
-                rows = self.rng.choice(ROWS)
-                frames.append(
-                    self._mutated(Beat(1), rows) if self.rng.random() < 0.3 else encode(Beat(1), len(rows)) + rows
-                )
-            self._converse(link, b"".join(frames), len(frames))
-
-    def watcher(self) -> None:
-        """One connection that watches, asks for what is none of its business, and gives orders that make no sense."""
-        with contextlib.closing(self._introduced("watch")) as link:
-            good = [
-                (Files(), b""),
-                (Read("run.json", 0), b""),
-                (Read("events/host.jsonl", self.rng.randrange(99)), b""),
-            ]
-            bad = [
-                (Read(self.rng.choice(FILES), self._number()), b""),
-                (Order(self.rng.choice(["change", "dance", ""]), "evil"), self.rng.choice(CHANGES)),
-            ]
-            frames = [encode(message, len(payload)) + payload for message, payload in self.rng.choices(good, k=5)]
-            message, payload = self.rng.choice(bad)
-            broken = encode(message, len(payload)) + payload
-            frames.append(self._mutated(message, payload) if self.rng.random() < 0.3 else broken)
-            self._converse(link, b"".join(frames), len(frames))
-
-    def _introduced(self, role: str) -> socket.socket:
-        link = self.server.connect(self.rng)
-        stream = Stream(link)
-        link.settimeout(None)
-        stream.set_timeout(10)
-        introduce(stream, self.server.token, role, self.worker)
-        return link
-
-    def _frame(self) -> bytes:
-        message, payload = self._request()
-        return self._mutated(message, payload) if self.rng.random() < 0.01 else encode(message, len(payload)) + payload
-
-    def _mutated(self, message, payload: bytes) -> bytes:
-        """A frame that was damaged. What it says of the honest array only reads it, however damaged."""
-        rng = self.rng
-        frame = encode(message, len(payload)) + payload
-        header = frame[HEAD.size : len(frame) - len(payload)]
-        other, rest = self._request()
-        if _changes_honest(message) or _changes_honest(other):
-            return frame  # damaged, it might become a valid change
-        return rng.choice(
-            [
-                lambda: self._flipped(frame),
-                lambda: frame[: rng.randrange(len(frame))],
-                lambda: frame + rng.randbytes(rng.randrange(1, 50)),
-                lambda: HEAD.pack(b"mnpl", 1, 0, rng.randrange(0x10000), len(payload)) + header + payload,
-                lambda: HEAD.pack(b"mnpl", 1, 0, len(header), abs(self._number())) + header + payload,
-                lambda: encode(other, len(payload)) + payload,  # another's header
-                lambda: frame[: HEAD.size] + rng.randbytes(len(header)) + payload,
-                lambda: encode(message, len(rest)) + rest,  # another's payload
-            ]
-        )()
-
-    def _flipped(self, frame: bytes) -> bytes:
-        damaged = bytearray(frame)
-        for _ in range(self.rng.randrange(1, 4)):
-            damaged[self.rng.randrange(len(damaged))] ^= 1 << self.rng.randrange(8)
-        return bytes(damaged)
-
-    def _request(self):
-        rng = self.rng
-        kind = rng.random()
-        if kind < 0.3:
-            return self._offer()
-        if kind < 0.45:
-            return Pull(self._any_name(), self._index(), self._codec()), b""
-        if kind < 0.58:
-            count = rng.randrange(4)
-            return Take(f"array:{rng.choice(list(OWN))}", count), self._positions(count)
-        if kind < 0.7:
-            name, own = rng.choice(list(OWN.items()))
-            count = rng.randrange(4)
-            put = Put(
-                f"array:{name}",
-                count,
-                self._next(),
-                self._mostly(WEIGHTS, BAD_WEIGHTS),
-                self._mostly(WEIGHTS, BAD_WEIGHTS),
-            )
-            return put, self._positions(count) + rng.randbytes(count * own.itemsize)
-        if kind < 0.8:
-            sequence = self._mostly(range(self._sequence, self._sequence + 3), NUMBERS)
-            ask = Ask(self._any_name(), sequence, self._mostly(range(9), NUMBERS))
-            return ask, self._positions(rng.randrange(4))
-        if kind < 0.98:
-            return Find(self._any_name()), b""
-        return rng.choice(
-            [
-                lambda: (Open(f"center-{rng.randrange(5, 9)}", "note"), rng.choice(TABLES)),
-                lambda: (Open(f"array:new{rng.randrange(4)}", "note"), rng.choice(TABLES)),
-                lambda: (Open(f"array:{HONEST}", "note"), rng.choice(TABLES)),
-                lambda: (Value(self._index()), rng.randbytes(rng.choice([0, 12]))),
-                lambda: (Names(), b""),
-                lambda: (Save(rng.choice(PATHS)), b""),
-                lambda: (Take("array:int64", 2**50), bytes(8)),
-                lambda: (Bye(), b""),
-                self._harmless,
-            ]
-        )()
-
-    def _offer(self):
-        rng = self.rng
-        name, own = rng.choice(list(OWN.items()))
-        codec, answer = self._codec(), self._mostly(("value", "move", "none"), ("all", ""))
-        size = CODECS[codec].size_bytes(own.size, own.itemsize) if codec in CODECS else 0
-        number = self._index()
-        a, b = self._mostly(WEIGHTS, BAD_WEIGHTS), self._mostly(WEIGHTS, BAD_WEIGHTS)
-        act = self._mostly(ACTS if own.dtype.kind == "f" else ACTS[:-1], BAD_ACTS)
-        offer = Offer(f"array:{name}", number, self._next(), 0, act, a, b, codec, self._number(), answer)
-        return offer, rng.randbytes(size)
-
-    def _harmless(self):
-        """An offer to the honest array that must not change it: nothing in it is finite, or its size is wrong."""
-        rng = self.rng
-        sequence = self._next() if rng.random() < 0.8 else 0
-        size = SIZE if rng.random() < 0.8 else SIZE - 1
-        offer = Offer(f"array:{HONEST}", 0, sequence, 0, self._mostly(ACTS, BAD_ACTS), 1.0, 1.0, "float32", -1, "none")
-        return offer, np.full(size, np.nan).tobytes()
-
-    def _any_name(self) -> str:
-        return self.rng.choice([*(f"array:{name}" for name in OWN), f"array:{HONEST}", "center-5"])
-
-    def _mostly(self, good: Sequence[T], bad: Sequence[T]) -> T:
-        """What is well-formed, but for one in a hundred."""
-        return self.rng.choice(good if self.rng.random() < 0.99 else bad)
-
-    def _index(self) -> int:
-        return self._mostly((0,), NUMBERS)
-
-    def _number(self) -> int:
-        return self.rng.choice(NUMBERS)
-
-    def _codec(self) -> str:
-        return self._mostly(("float32",), (*CODECS, "gzip"))
-
-    def _positions(self, count: int) -> bytes:
-        return b"".join(struct.pack("<q", self._mostly(range(5), (-1, 5, 2**40, -(2**63)))) for _ in range(count))
-
-    def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
-    def _converse(self, link: socket.socket, data: bytes, frames: int) -> None:
-        """Send all, read all answers until the host has closed."""
-        self.counts["connections"] += 1
-        self.counts["frames"] += frames
-        link.settimeout(10)
-        answers = b""
-        try:
-            link.sendall(data)
-            link.shutdown(socket.SHUT_WR)
-        except TimeoutError:
-            raise  # the host must always read or close
-        except OSError:
-            pass  # it has closed already
-        with contextlib.suppress(ConnectionError):
-            while piece := link.recv(1 << 16):
-                answers += piece
-        while len(answers) >= HEAD.size:
-            _, _, _, header_bytes, payload_bytes = HEAD.unpack(answers[: HEAD.size])
-            answers = answers[HEAD.size + header_bytes + payload_bytes :]
-            self.counts["answers"] += 1
 
 
 def test_honest_workers_notice_nothing_of_100_000_hostile_frames(server, monkeypatch):
@@ -390,12 +27,13 @@ def test_honest_workers_notice_nothing_of_100_000_hostile_frames(server, monkeyp
         first.create(HONEST, np.zeros(SIZE))
         for name, value in OWN.items():
             first.create(name, value)
-    workers = [Worker(server.unix, 1), Worker(server.tcp, 1000)]
+    workers, member = [Worker(server.unix, 1), Worker(server.tcp, 1000)], Member(server)
+    member.start()
     for worker in workers:
         worker.start()
     await_(lambda: all(worker.times for worker in workers))
     held, begin, counts = server.held, time.monotonic(), Counter()
-    resident = [_attack(server, SEED + half, FRAMES // 2, counts) for half in range(2)]
+    resident = [attack(server, SEED + half, FRAMES // 2, counts) for half in range(2)]
     end = time.monotonic()
     print(f"{dict(counts)} in {end - begin:.1f} s, resident {[r >> 20 for r in resident]} MB, held {held}")
 
@@ -405,6 +43,9 @@ def test_honest_workers_notice_nothing_of_100_000_hostile_frames(server, monkeyp
     with maniple.Client(str(server.tcp), timeout_s=5) as client:
         client.pull(HONEST)
         assert time.monotonic() - begin_answer < 2
+    assert counts["rows mutated"] >= ROWS
+    member.end()
+    assert member.error is None
     for worker in workers:
         worker.end()
         assert worker.error is None
@@ -421,6 +62,9 @@ def test_honest_workers_notice_nothing_of_100_000_hostile_frames(server, monkeyp
     assert server.run.wait() == 0, server.run.output
     saved = load_file(server.folder / "center" / "arrays.safetensors")[HONEST]
     np.testing.assert_array_equal(saved, np.full(SIZE, float(sum(w.pushed for w in workers))))
+    rows = [row["number"] for row in server.run.events(member.rank, "log")]
+    assert rows == list(range(member.sent)), "each row of the honest member, once and in order"
+    read_all(server.folder)
 
 
 @pytest.fixture
@@ -433,37 +77,3 @@ def server(tmp_path):
         if run.process.poll() is None:
             run.signal(signal.SIGTERM)
             run.wait()
-
-
-def _changes_honest(message) -> bool:
-    return isinstance(message, Offer) and message.center == f"array:{HONEST}"
-
-
-def _attack(server: Server, seed: int, frames: int, counts: Counter[str]) -> int:
-    """At least `frames` hostile frames, beside a crowd of silent strangers; gives the resident bytes after it."""
-    rng = random.Random(seed)
-    attackers = [Attacker(server, 1000 * seed + k) for k in range(3)]
-    silent = [server.connect(rng) for _ in range(120)]
-    silent[0].sendall(b"m")
-
-    def strange(attacker: Attacker) -> None:
-        for _ in range(1000):
-            attacker.stranger()
-        for _ in range(50):
-            attacker.member()
-            attacker.doctor()
-            attacker.watcher()
-
-    def inside(attacker: Attacker) -> None:
-        while attacker.counts["frames"] < frames // 2:
-            attacker.insider()
-
-    with ThreadPoolExecutor(3) as pool:
-        work = [pool.submit(strange, attackers[0]), *(pool.submit(inside, attacker) for attacker in attackers[1:])]
-        for one in work:
-            one.result(100)
-    for link in silent:
-        link.close()
-    for attacker in attackers:
-        counts.update(attacker.counts)
-    return server.resident_bytes

@@ -1,6 +1,7 @@
 """Limits and validation, in real runs: when everybody stops, who validates, and the same for a worker alone."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 
 from tests.process.controlling import BEGIN, logged, resume, steps
 
-from .conftest import PATIENCE_S
+from .conftest import MANIPLE, PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 
@@ -63,9 +64,11 @@ def test_loop_without_a_model_counts_by_done(run):
     assert 100 <= sum(logged(done, rank, "made")[0] for rank in range(2)) <= 110
 
 
-def test_run_stops_after_total_duration(run):
+def test_run_stops_after_total_duration_however_long_it_takes_to_start(run):
     done = run(
         BEGIN + """
+    time.sleep(1.5)
+    worker.log(starts=True)
     while not worker.should_stop:
         train()
         time.sleep(0.01)
@@ -75,7 +78,7 @@ def test_run_stops_after_total_duration(run):
     assert done.process.returncode == 0, done.output
     (stop,) = done.events("server", "stop")
     assert "1 s have passed" in stop["reason"]
-    begin = min(row["timestamp"] for row in done.events("server", "joined"))
+    begin = min(row["timestamp"] for rank in range(2) for row in done.events(rank, "log"))
     assert stop["timestamp"] - begin > 0.9, "no earlier than it should"
 
 
@@ -135,6 +138,40 @@ def test_early_stopping_with_one_validator_at_a_time(start):
     (after,) = set(done.center["w"])
     assert before < after, "it goes on with the newest center"
     assert load_file(folder / "best" / "center-0.safetensors")["w"][0] == best[0], "and the best is still there"
+
+
+def test_under_bsp_the_best_is_what_was_validated_and_compare_takes_its_values_as_the_center_s(run):
+    done = run(
+        """
+        import numpy as np, maniple
+        worker = maniple.join()
+        params, validations = {"w": np.zeros(3)}, 0
+        replica = worker.share(params)
+        while (verdict := worker.ask("next")) != "stop":
+            if verdict == "train":
+                gradient = {"w": np.random.default_rng([worker.rank, replica.steps]).normal(size=3)}
+                replica.samples = 10
+                replica.reduce(gradient)
+                params["w"] -= gradient["w"]
+                replica.step()
+                continue
+            validations += 1
+            with replica.center():
+                loss = 100 - replica.steps
+                worker.log(accuracy=replica.steps / 1000, sum=float(params["w"].sum()).hex(), loss=loss)
+            worker.ask("validated", loss=loss)
+        """,
+        "-n", "2", "--rule", "bsp", "--validate-every", "30", "--max-batches", "160",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    rows = [row for rank in range(2) for row in done.events(rank, "log")]
+    last = max(rows, key=lambda row: row["step"])
+    assert len(rows) >= 3 and all(row["center"] is True for row in rows)
+    best = load_file(done.folder / "center/best/center-0.safetensors")["w"]
+    assert float(best.sum()).hex() == last["sum"], "bit by bit what the last validation, the best, has seen"
+    command = [MANIPLE, "compare", done.folder, "--value", "accuracy", "--target", "0.04", "--json"]
+    (found,) = json.loads(subprocess.check_output(command, text=True, timeout=PATIENCE_S))["runs"]
+    assert (found["final_of"], found["final"]) == ("center", last["accuracy"]), "and no running mean"
 
 
 def test_another_worker_takes_over_when_the_validator_is_killed(run):

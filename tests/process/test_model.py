@@ -145,6 +145,80 @@ def test_what_workers_find_in_validation_is_combined_by_samples(here):
     assert (run.folder / "center/best").exists(), "the controller has heard of it"
 
 
+# Under rules by which all meet: the loss grows after the second epoch, and each worker logs what it has validated.
+MEETING = """
+    import os
+    import pathlib
+    import signal
+    import types
+
+    import numpy as np
+
+
+    class Meeting:
+        n_epochs = 9
+
+        def __init__(self, config):
+            self.worker, self.epoch, self.victim = config["worker"], 0, config.get("victim")
+            self.data = types.SimpleNamespace(batch_size=10, n_batch_train=6, n_batch_val=config["batches"])
+            self.params = {"w": np.zeros(4)}
+            if config.get("sampled"):
+                sampler = self.worker.sampler(config["batches"], validation=True, static=True)
+                self.worker.log(share=list(sampler), length=len(sampler))
+
+        def train_iter(self, count, recorder):
+            if self.epoch == 2 and self.worker.rank == 1 and self.victim and not pathlib.Path("killed").exists():
+                pathlib.Path("killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            gradient = np.random.default_rng(count).normal(size=4)
+            if recorder.replica.rule.meets == "gradients":
+                recorder.replica.reduce({"w": gradient})
+            self.params["w"] -= 0.1 * gradient
+            return 1.0
+
+        def val_iter(self, count, recorder):
+            self.worker.log(looked=count, at=self.epoch, sum=float(self.params["w"].sum()).hex())
+            return abs(self.epoch - 2) + 0.1 * count
+
+        def adjust_hyperp(self, epoch):
+            self.epoch = epoch + 1
+
+        def cleanup(self):
+            pass
+"""
+
+
+def looked(run: Run, workers: int) -> list[Row]:
+    return [row for rank in range(workers) for row in run.events(rank, "log") if "looked" in row]
+
+
+def test_under_bsp_every_validation_batch_is_looked_at_once_though_they_do_not_divide(here):
+    (here / "meeting.py").write_text(textwrap.dedent(MEETING))
+    words = ("--model", "meeting.py:Meeting", "--model-arg=batches=5", "--model-arg=sampled=1", "--patience=2")
+    run = run_model(here, "run", "-n", "2", "--rule", "bsp", *words)
+    assert run.process.returncode == 0, run.output
+    rows = [row for row in looked(run, 2) if row["at"] <= 4]  # until everybody has heard of the end, more may follow
+    assert sorted((row["at"], row["looked"]) for row in rows) == [(e, b) for e in range(1, 5) for b in range(5)]
+    validated = sorted(row["epoch"] for rank in (0, 1) for row in run.events(rank, "validated"))
+    assert validated[:4] == [1, 2, 3, 4]
+    (stop,) = run.events("server", "stop")
+    assert "2 validations brought nothing better (--patience); the best was 0.2" in stop["reason"], "of all 5 batches"
+    best = load_file(run.folder / "center/best/center-0.safetensors")["w"]
+    assert {float(best.sum()).hex()} == {row["sum"] for row in rows if row["at"] == 2}, "what was validated, bit by bit"
+    shares = [row for rank in (0, 1) for row in run.events(rank, "log") if "share" in row]
+    assert sorted(index for row in shares for index in row["share"]) == list(range(5))
+
+
+def test_under_local_sgd_some_workers_have_no_validation_batch_and_a_dead_one_s_go_to_others(here):
+    (here / "meeting.py").write_text(textwrap.dedent(MEETING))
+    words = ("--model", "meeting.py:Meeting", "--model-arg=batches=2", "--model-arg=victim=1", "--restarts", "1")
+    run = run_model(here, "run", "-n", "3", "--rule", "localsgd", "--every", "1", *words)
+    assert run.process.returncode == 0, run.output
+    validated = [(row["epoch"], round(row["loss"], 6)) for rank in range(3) for row in run.events(rank, "validated")]
+    assert sorted(validated) == [(epoch, abs(epoch - 2) + 0.05) for epoch in range(1, 10)], run.output
+    assert (run.folder / "center/best").exists()
+
+
 @pytest.mark.parametrize("starts", ["alone", "run"])
 def test_a_class_that_lacks_something_ends_with_the_list_before_training(here, starts):
     (here / "bad.py").write_text("class Bad:\n    params = 3\n    def cleanup(self): pass\n")

@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,104 @@ def test_objects_of_the_workers_meet_when_told_to(pool: Pool):
     assert pool.shapes(w) == [(3,)] * 3
     with pytest.raises(InvalidArgument, match="no worker 3"):
         pool.get(w, 3)
+
+
+def test_values_that_do_not_fit_into_data_are_refused_and_change_nothing(pool: Pool):
+    cases: list[tuple[str, Any, str]] = [
+        ("int8", 300, "300 does not fit into data of dtype int8, which holds -128 to 127"),
+        ("uint8", -1, "-1 does not fit into data of dtype uint8, which holds 0 to 255"),
+        ("int64", 2**63 + 5, "9223372036854775813 does not fit into data of dtype int64"),
+        ("float16", 1e5, "100000.0 does not fit into data of dtype float16, which holds up to 65504"),
+        ("float16", 70_000, "70000 does not fit into data of dtype float16"),
+        ("complex64", 1e300j, "does not fit into data of dtype complex64"),
+        ("int32", float("nan"), "float64 values do not fit into data of dtype int32"),
+        ("int8", np.int64(5), "int64 values do not fit into data of dtype int8"),
+        ("U3", "longer", "longer does not fit into data of dtype <U3"),
+    ]
+    for dtype, value, message in cases:
+        data = pool.data(np.ones(2, dtype))
+        many = np.array([value, value]) if hasattr(value, "dtype") else [value, value]
+        for act in (
+            lambda data=data, value=value: data.__setitem__(0, value),
+            lambda data=data, many=many: data.__setitem__(slice(None), many),
+            lambda data=data, many=many: data.set_value(many),
+        ):
+            with pytest.raises(InvalidArgument, match=re.escape(message)):
+                act()
+        np.testing.assert_array_equal(data, np.ones(2, dtype))
+        data.free()
+
+
+def test_values_that_fit_into_data_are_taken_as_numpy_takes_them(pool: Pool):
+    cases: list[tuple[str, Any]] = [
+        ("int8", -128),
+        ("uint8", 255),
+        ("int64", True),
+        ("float16", 65504),
+        ("float32", 0.1),
+        ("float16", float("inf")),
+        ("float32", float("nan")),
+        ("float64", np.float32(0.1)),
+        ("complex64", 2j),
+    ]
+    for dtype, value in cases:
+        expected, data = np.zeros(3, dtype), pool.data(np.zeros(3, dtype))
+        expected[1], data[1] = value, value
+        np.testing.assert_array_equal(data, expected)
+        data.set_value([value] if not hasattr(value, "dtype") else np.array([value]))
+        np.testing.assert_array_equal(data, expected[1:2])
+        data.free()
+
+
+def test_calls_on_objects_of_the_workers_take_one_or_many(pool: Pool):
+    x, y = np.arange(10.0).reshape(5, 2), np.arange(7)
+    own = pool.scatter([x, pool.data(y)], name=["many x", "many y"])
+    assert [handle.name for handle in own] == ["many x", "many y"]
+    for what in (own, tuple(own), ["many x", own[1]]):
+        for found, expected in zip(pool.gather(what), (x, y), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert pool.shapes(what) == [[(1, 2), (2, 2), (2, 2)], [(2,), (2,), (3,)]]
+        assert pool.lengths(what) == [[1, 2, 2], [2, 2, 3]]
+        assert [value.tolist() for value in pool.get(what, 2)] == [x[3:].tolist(), [4, 5, 6]]
+    everywhere = pool.all_gather(own, name=("all x", "all y"))
+    for rank in range(3):
+        for found, expected in zip(pool.get(everywhere, rank), (x, y), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert pool.gather([own[0]])[0].tolist() == x.tolist()  # a list of one gives a list
+    pool.set(everywhere, 1, [np.ones_like(x), np.full_like(y, 4)])
+    pool.broadcast(everywhere, root=1)
+    pool.all_reduce(["all x", "all y"], "sum")
+    for found, expected in zip(pool.reduce(everywhere, "sum"), (9, 36), strict=True):
+        assert (found == expected).all()
+    pool.drop([*own, "all x", "all y"])
+    with pytest.raises(InvalidArgument, match="there is no object 'all y'"):
+        pool.get("all y")
+    assert pool.gather([]) == []
+
+
+def test_calls_on_what_is_no_object_of_the_pool_are_refused(pool: Pool):
+    w = pool.replicate(np.zeros(2), name="refused")
+    pair = pool.replicate({"a": np.zeros(2), "b": np.zeros(3)})
+    calls: dict[str, Callable[[], Any]] = {
+        "type NoneType names no object of a pool. Pass a handle": lambda: pool.get(None),  # pyright: ignore
+        "type int names no object": lambda: pool.all_gather([w, 3]),  # pyright: ignore
+        "type ndarray names no object": lambda: pool.broadcast(np.zeros(2)),  # pyright: ignore
+        "'refused' is given twice": lambda: pool.all_reduce([w, "refused"]),
+        "there is no object 'nobody'": lambda: pool.drop([w, "nobody"]),  # and nothing is dropped
+        "1 was given as values for a list of 2": lambda: pool.set([w, pair], 0, [np.zeros(2)]),
+        "type ndarray was given as values for a list of 1": lambda: pool.set([w], 0, np.zeros(1)),
+        "type str was given as name for a list of 1": lambda: pool.all_gather([w], name="one"),
+        "no name for one object": lambda: pool.all_gather(w, name=["one"]),  # pyright: ignore
+        "type int has no axis 0 to split": lambda: pool.scatter([1, 2, 3]),
+        "holds 2 arrays, and all_gather is for one": lambda: pool.all_gather(pair),
+        "without axes": lambda: pool.lengths(pool.replicate(np.array(1.0))),
+        "rank 0.5 is no whole number": lambda: pool.set(w, 0.5, np.zeros(2)),  # pyright: ignore
+    }
+    for message, call in calls.items():
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+    assert pool.lengths(w) == [2, 2, 2]
+    assert pool.lengths(pair) == [[2, 3]] * 3
 
 
 def test_updates_of_slices_see_the_old_values_and_are_applied_once(pool: Pool):

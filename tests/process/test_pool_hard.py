@@ -260,7 +260,7 @@ def test_truths_are_counted_and_small_unsigned_data_takes_whole_numbers(pool: Po
     pixels[0] = 255
     pixels[1:] = [1, 2]
     assert np.asarray(pixels).tolist() == [255, 1, 2]
-    with pytest.raises(OverflowError):
+    with pytest.raises(InvalidArgument, match="which holds 0 to 255"):
         pixels[0] = 256
     assert pool.function(len, scatter=[0], reduce="sum")(pixels, batch=[]) == 0
 

@@ -92,6 +92,109 @@ LESSONS = """
     model = build()
     skipping("alone", model, optimizer_of(model), None, X, Y, True)
 
+    # Buffers that a module changes in place or replaces, one that it never changes, and one that has no mean.
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("total", torch.zeros(6))
+            self.register_buffer("newest", torch.zeros(6))
+            self.register_buffer("constant", torch.full((6,), 0.1))
+
+        def forward(self, x):
+            self.total.data.add_(x.mean(0))
+            self.newest = x.mean(0)
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer, replica = share(model, maniple.BSP(check_every=1))
+    for x, y in zip(X, Y):
+        step(model, optimizer, x[mine], y[mine])
+    keep("buffers", model)
+
+    class Masked(Counting):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+    for rule in (maniple.BSP(), maniple.EASGD()):
+        torch.manual_seed(0)
+        model = Masked()
+        optimizer, replica = share(model, rule)
+        step(model, optimizer, X[0, mine], Y[0, mine])
+        keep(f"masked {rule.meets}", model)
+
+    # A backward pass after reduce(), and an optimizer that was not given to share() and makes its step first.
+    model = build()
+    optimizer, replica = share(model, maniple.BSP(check_every=1))
+    for x, y in zip(X, Y):
+        optimizer.zero_grad()
+        for part in (slice(0, 6), slice(6, 12)):
+            ((model(x[mine][part]) - y[mine][part]).square().mean() / 2).backward()
+            if part.start == 0:
+                replica.reduce()
+        optimizer.step()
+    keep("passes", model)
+    model = build()
+    first, second = optimizer_of(model[0]), optimizer_of(model[2])
+    worker.share(model, second, rule=maniple.BSP(check_every=1))
+    for x, y in zip(X, Y):
+        model.zero_grad()
+        (model(x[mine]) - y[mine]).square().mean().backward()
+        first.step()
+        second.step()
+    keep("optimizers", model)
+    model = build()
+    optimizer = optimizer_of(model)
+    for x, y in zip(X, Y):
+        step(model, optimizer, x, y)
+    keep("all alone", model)
+
+    # Each worker has gradients for another layer of the same shape.
+    torch.manual_seed(0)
+    layers = [nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [optimizer_of(one) for one in layers]
+    worker.share(layers[0], optimizers[0], rule=maniple.LocalSGD(2, momentum="average"))
+    for x, y in zip(X[:2], Y):  # the second ones train alone, until the mean
+        for one, other in zip(layers, optimizers):
+            step(one[worker.rank], other, x[mine], y[mine])
+    own, expected = (other.state[one[worker.rank].weight]["momentum_buffer"] for one, other in zip(layers, optimizers))
+    found["moments"], found["expected moments"] = own.numpy(), expected.numpy()
+    assert layers[0][1 - worker.rank].weight not in optimizers[0].state
+
+    # torch's own GradScaler: infinity at one worker is a step that all leave out.
+    model = build()
+    optimizer, replica = share(model, maniple.BSP(check_every=1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for i, (x, y) in enumerate(zip(X, Y)):
+        optimizer.zero_grad()
+        loss = (model(x[mine]) - y[mine]).square().mean()
+        scaler.scale(loss * float("inf") if worker.rank and i in (2, 3, 6) else loss).backward()
+        replica.reduce()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    keep("scaler", model)
+    found["scale"] = np.array(scaler.get_scale())
+
+    # Without it, a step is not made with such gradients.
+    model = build()
+    optimizer, replica = share(model, maniple.BSP())
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    for is_early in (False, True):
+        optimizer.zero_grad()
+        (model(X[0, mine]).sum() * (float("nan") if worker.rank else 1)).backward()
+        try:
+            if is_early:
+                replica.reduce()
+            optimizer.step()
+        except maniple.errors.Diverged as error:
+            found[f"diverged {is_early}"] = np.array(str(error))
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    optimizer.zero_grad()
+
     # Worker 1 is passed over while it waits for the other, and comes back when that one waits for it. So it goes on
     # alone, and worker 0 is passed over: that one comes back while worker 1 trains.
     model = build()
@@ -162,6 +265,51 @@ def test_skipped_steps_leave_the_others_as_they_would_be(lessons: Any, to_none: 
     for name, value in of(first, "alone").items():
         assert first[f"skipped {to_none}/{name}"].tobytes() == second[f"skipped {to_none}/{name}"].tobytes()
         np.testing.assert_allclose(first[f"skipped {to_none}/{name}"], value, rtol=2e-5, atol=2e-6)
+
+
+def test_buffers_are_averaged_whatever_their_name_and_also_if_the_module_replaces_them(lessons: Any):
+    _, (first, second) = lessons
+    for name in ("total", "newest"):
+        assert first[f"buffers/{name}"].any()
+        assert first[f"buffers/{name}"].tobytes() == second[f"buffers/{name}"].tobytes()
+    assert (first["buffers/constant"] == np.float32(0.1)).all()
+
+
+def test_buffers_that_are_not_finite_stay_local_and_are_named(lessons: Any):
+    run, found = lessons
+    for one in found:
+        for rule in ("gradients", "center"):
+            assert np.isneginf(one[f"masked {rule}/mask"][0, 1:]).all()
+    for rank in range(2):
+        assert [row["names"] for row in run.events(rank, "local buffers")] == [["mask"]] * 2
+        assert "buffers that are not finite are not shared: 'mask'" in run.log(rank)
+
+
+@pytest.mark.parametrize("lesson", ["passes", "optimizers"])
+def test_gradients_that_were_not_averaged_yet_are_so_before_any_step(lessons: Any, lesson: str):
+    _, (first, second) = lessons
+    for name, value in of(first, "all alone").items():
+        assert first[f"{lesson}/{name}"].tobytes() == second[f"{lesson}/{name}"].tobytes()
+        np.testing.assert_allclose(first[f"{lesson}/{name}"], value, rtol=2e-5, atol=2e-6)
+
+
+def test_moments_are_averaged_with_those_of_the_same_parameter_only(lessons: Any):
+    for one in lessons[1]:
+        np.testing.assert_array_equal(one["moments"], one["expected moments"])
+
+
+def test_grad_scaler_finds_the_same_infinity_in_all_workers(lessons: Any):
+    _, (first, second) = lessons
+    assert first["scale"] == second["scale"] == 1024 / 8
+    for name, value in of(first, "alone").items():
+        assert first[f"scaler/{name}"].tobytes() == second[f"scaler/{name}"].tobytes()
+        np.testing.assert_allclose(first[f"scaler/{name}"], value, rtol=2e-5, atol=2e-6)
+
+
+def test_step_with_gradients_that_are_not_finite_is_not_made(lessons: Any):
+    for one in lessons[1]:
+        for is_early in (False, True):
+            assert "the gradient of '0.weight' of worker 1 holds NaN" in str(one[f"diverged {is_early}"])
 
 
 def test_worker_that_was_passed_over_does_again_what_comes_before_a_round(lessons: Any):

@@ -81,6 +81,41 @@ def test_two_workers_with_data_loader_processes_share_one_model(run):
         assert all(isinstance(loss, float) for loss in losses)
 
 
+# Worker 0 trains the module as it is, worker 1 compiled; both with a data set that is slow.
+SLEEPING = """
+    import time, torch, maniple
+    from torch import nn
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 480
+
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return torch.full((4,), float(i)), i % 2
+
+    worker = maniple.join()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    worker.share(model, optimizer)
+    call = torch.compile(model, fullgraph=True, backend="eager") if worker.rank else model
+    data = Slow()
+    for x, y in torch.utils.data.DataLoader(data, batch_size=12, sampler=worker.sampler(data, static=True)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(call(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_time_in_a_data_loader_is_data_and_where_it_is_not_seen_that_is_said(run):
+    done = run(SLEEPING, "-n", "2")
+    assert done.process.returncode == 0, done.output
+    plain, compiled = (done.events(rank, "progress")[-1] for rank in (0, 1))
+    assert 0.5 * 19 * 0.06 < plain["data"] < plain["elapsed"], "19 batches were loaded after a step"
+    assert plain["measures_data"]
+    assert not compiled["measures_data"] and compiled["data"] == 0
+
+
 def test_a_worker_needs_at_most_twice_the_model_more_than_the_plain_script(run, tmp_path):
     """Peak resident memory, the mapped center included, with training, exchanges and a look at the center."""
     text = """

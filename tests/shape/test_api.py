@@ -19,7 +19,19 @@ def test_the_public_names_are_these():
 
 def test_share_takes_these_arguments():
     names = list(inspect.signature(maniple.Worker.share).parameters)
-    assert names == ["self", "model", "optimizer", "rule", "pace", "wire", "state", "buffers", "lock", "stop"]
+    assert names == [
+        "self",
+        "model",
+        "optimizer",
+        "rule",
+        "pace",
+        "wire",
+        "state",
+        "buffers",
+        "lock",
+        "stop",
+        "save_optimizer",
+    ]
     assert list(inspect.signature(maniple.join).parameters) == ["address"]
 
 
@@ -65,7 +77,7 @@ def test_workers_and_replicas_offer_these_members():
     assert list(inspect.signature(maniple.Prefetch).parameters) == ["iterable", "ahead"]
     assert public(maniple.Worker) >= {
         "all_gather", "all_reduce", "ask", "barrier", "broadcast", "device", "gather", "reduce", "scatter",
-        "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
+        "epochs", "feed", "leave", "lock", "log", "sampler", "share", "should_stop",
     }  # fmt: skip
     assert public(maniple.Replica) >= {"center", "exchange", "no_sync", "pull", "push", "reduce", "step", "sync_share"}
 
@@ -83,8 +95,8 @@ def test_models_and_sessions_offer_these_members():
 
 SETTINGS = [
     "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
-    "--max-batches", "--max-epochs", "--maximum-rate", "--name", "--patience", "--quiet", "--resume", "--rule",
-    "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
+    "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet", "--resume",
+    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
     "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip

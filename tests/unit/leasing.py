@@ -48,6 +48,7 @@ class Tenant:
 
     def __init__(self, table: Table, holder: Holder) -> None:
         self.table, self.holder, self.terms = table, holder, table.terms
+        self.first_epoch = table.first_epoch
 
     def take(self, epoch: int, **news: Any) -> Lease | Verdict:
         return self.table.take(self.holder, epoch, **news)

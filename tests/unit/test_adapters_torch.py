@@ -1,6 +1,7 @@
 """A torch module as a model."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from maniple.adapters import adapt
+from maniple.circle.sums import combine
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
+from maniple.rules.bsp import NORMS
 from tests.unit.engines import engine
 from tests.unit.test_adapters import add
 
@@ -300,7 +303,8 @@ def test_closure_is_refused_before_it_can_part_the_replicas():
 
 
 def placed(gradients):
-    gradients.place({dtype: np.zeros(size, dtype) for dtype, size in gradients.sizes.items()})
+    gradients.flat = {dtype: np.zeros(size, dtype) for dtype, size in gradients.sizes.items()}
+    gradients.place(gradients.flat)
     return gradients
 
 
@@ -309,7 +313,7 @@ def test_parameter_that_is_trained_later_is_refused_by_name(kind):
     module = nn.Sequential(linear(), linear())
     module[1].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    gradients = placed(getattr(adapt(module, optimizer), kind)(buffers=True))
+    gradients = placed(getattr(adapt(module, optimizer), kind)(norm="averaged"))
     train(module[0], optimizer)
     gradients.collect()
     module[1].weight.requires_grad_(True)
@@ -325,12 +329,71 @@ def test_parameter_that_is_trained_later_is_refused_by_name(kind):
         gradients.collect()
 
 
-def test_buffers_that_are_not_learned_from_batches_are_not_averaged():
+def test_all_floating_buffers_are_averaged_but_those_that_synchronised_norm_computes():
     module = nn.Sequential(linear(), nn.BatchNorm1d(2))
     module.register_buffer("scale", torch.ones(5))
-    sizes = adapt(module).gradients(buffers=True).sizes
-    parameters = sum(p.numel() for p in module.parameters())
-    assert sizes == {"float32": parameters + 2 * 2 + 4}  # running mean and variance; which are used
+    module.register_buffer("mask", torch.full((4,), -np.inf))
+    adapter = adapt(module)
+    names = {norm: [adapter.entries[i].name for i in adapter.averaged_buffers(norm)] for norm in NORMS}
+    everything = ["scale", "1.running_mean", "1.running_var"]
+    assert names == {"averaged": everything, "local": [], "synchronised": ["scale"]}
+    assert adapter.local_buffers == ["mask"]
+
+
+def test_buffer_that_no_worker_has_changed_is_not_rounded_by_a_mean():
+    constant = next(x for x in np.linspace(1.9, 2, 99, dtype=np.float32) if (x + x + x) / np.float32(3) != x)
+    modules, all_gradients = [linear() for _ in range(3)], []
+    for module in modules:
+        module.register_buffer("constant", torch.full((4,), float(constant)))
+        module.register_buffer("seen", torch.zeros(1))
+        all_gradients.append(placed(adapt(module).gradients(norm="averaged")))
+        all_gradients[-1].begin()
+    for _ in range(2):
+        modules[2].seen = modules[2].seen + 3  # replaced, and by one worker only
+        for gradients in all_gradients:
+            gradients.collect()
+        vectors = [gradients.flat["float32"] for gradients in all_gradients]
+        mean = np.empty_like(vectors[0])
+        combine("mean", vectors, [1.0] * 3, mean)
+        for vector, gradients in zip(vectors, all_gradients, strict=True):
+            vector[:] = mean
+            gradients.deliver()
+    for module in modules:
+        assert (module.constant.numpy() == constant).all()
+        assert module.seen.item() == 2.0
+
+
+def test_parameter_that_the_optimizer_gets_after_share_is_refused_by_name():
+    module = nn.Sequential(linear())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    steps = []
+    adapt(module, optimizer).on_step(lambda: steps.append(1))
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    optimizer.param_groups[0]["params"][:] = list(module.parameters())
+    train(module, optimizer)  # one that has taken the place of a shared parameter is shared by its name
+    module.append(nn.Linear(2, 1))
+    optimizer.add_param_group({"params": list(module[1].parameters())})
+    optimizer.step()
+    assert len(steps) == 2  # as long as they have no gradient, they are not trained
+    with pytest.raises(InvalidArgument, match=r"'1\.weight' is trained but not shared.*after share\(\)"):
+        train(module, optimizer)
+
+
+def test_model_that_is_wrapped_after_share_is_refused_until_that_is_undone():
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    module, other = linear(), linear()
+    undo = adapt(module).refuse_wrapping()
+    nn.Sequential(module)
+    DistributedDataParallel(other)
+    for wrapped in (module, nn.Sequential(module)):
+        with pytest.raises(InvalidArgument, match=r"wrapped in DistributedDataParallel after share\(\)"):
+            DistributedDataParallel(wrapped)
+    undo()
+    DistributedDataParallel(module)
 
 
 # Batch normalisation over all workers
@@ -472,3 +535,26 @@ def test_one_state_given_as_a_word_is_taken_as_one_name_or_refused_by_it():
         assert "momentum_buffer" in str(error)
     else:
         assert names(model)[2:] == ["momentum_buffer.weight", "momentum_buffer.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_forward_passes_in_training_mode_are_told_of_and_copies_tell_nothing():
+    module, told = linear(), []
+    x = torch.zeros(1, next(module.parameters()).shape[1])
+    undo = adapt(module).on_forward(lambda: told.append(module.training))
+    module(x)
+    module.eval()(x)
+    module.train()
+    with torch.no_grad():
+        module(x)  # validation, by a script that does not know of eval()
+    saved = io.BytesIO()
+    torch.save(module, saved)  # the whole module, as some do
+    saved.seek(0)
+    torch.load(saved, weights_only=False)(x)
+    copy.deepcopy(module)(x)
+    assert told == [True]
+    with pytest.raises(AttributeError, match=r"torch.jit.script cannot compile. Call worker.leave\(\)"):
+        torch.jit.script(module)
+    undo()
+    module(x)
+    assert told == [True] and not module._forward_pre_hooks

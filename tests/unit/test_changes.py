@@ -50,7 +50,11 @@ def test_schedules_and_rules_of_ones_own_are_no_obstacle():
     ("settings", "rule", "reason"),
     [
         ({}, EASGD(), "NAME=VALUE"),
-        ({"beta": 0.3}, EASGD(), "'beta' .* EASGD, .* Choose from alpha, center_alpha, sync, every, maximum_rate"),
+        (
+            {"beta": 0.3},
+            EASGD(),
+            "'beta' .* EASGD, .* Choose from alpha, center_alpha, sync, nonfinite, every, maximum_rate",
+        ),
         ({"alpha": 1.5}, EASGD(), "share from 0 to 1"),
         ({"alpha": "much"}, EASGD(), "neither 'auto'"),
         ({"alpha": [0.1]}, EASGD(), "neither a number nor a word"),

@@ -83,9 +83,15 @@ def test_everybody_stops_at_max_batches():
     assert [made.next(who) for who in (A, B, C)] == ["stop"] * 3
 
 
-def test_everybody_stops_after_total_duration_since_the_first_sign_of_life():
+@pytest.mark.parametrize("first", [(1, 10), (0, 10)], ids=["step", "sample, where no model is shared"])
+def test_everybody_stops_after_total_duration_since_the_first_step_of_any(first):
     made = decided(total_duration=60)
+    made.count(A, 0, 0)
+    assert made.mind_limits(NOW - 1000) == "", "it was heard of, and has not begun to train"
+    assert made.mind_limits(NOW - 1) == ""
+    made.count(B, *first)
     assert made.mind_limits(NOW) == ""
+    made.count(A, 1, 10)
     assert made.mind_limits(NOW + 59.9) == ""
     assert "60 s" in made.mind_limits(NOW + 60)
     assert made.next(A) == "stop"
@@ -278,6 +284,9 @@ def test_workers_are_heard_more_often_as_the_limit_comes_near():
 def test_workers_are_heard_when_the_time_is_over():
     made = decided(total_duration=10)
     made.mind_limits(NOW)
+    assert made.within_s(NOW) == 0.5, "soon, until the first step"
+    made.count(A, 1, 1)
+    made.mind_limits(NOW)
     assert made.within_s(NOW + 1) == 1.0
     assert made.within_s(NOW + 9.6) == pytest.approx(0.4)
     assert made.within_s(NOW + 11) == 0.05
@@ -308,11 +317,14 @@ def test_run_that_goes_on_forgets_why_it_stopped_and_nothing_else():
     made.mind_limits(NOW)
     known = made.known
     known.begin_again()
-    again = Decisions(Limits(max_batches=20, patience=1), known)
+    again = Decisions(Limits(max_batches=20, patience=1, total_duration=60), known)
     assert again.next(A) == "train"
     assert (again.batches, again.samples, known.best, known.misses) == (10, 100, 0.5, 0)
     assert again.mind_limits(NOW + 1000) == ""
-    assert known.started == NOW + 1000, "--total-duration is counted anew"
+    again.count((0, 2), 1, 10)
+    assert again.mind_limits(NOW + 2000) == ""
+    assert again.mind_limits(NOW + 2059) == "", "--total-duration is counted anew, from the first step of this life"
+    assert "60 s" in again.mind_limits(NOW + 2060)
 
 
 def test_two_runs_of_one_process_know_nothing_of_each_other():
@@ -332,3 +344,13 @@ def test_validation_of_a_worker_that_was_given_up_changes_nothing():
     assert one.answer(A, "validated", {"loss": 0.1}) == {"best": False, "stop": False}
     assert one.answer(B, "validated", {"loss": 0.5}) == {"best": True, "stop": False}
     assert (one.known.best, one.known.bests) == (0.5, 1)
+
+
+def test_a_center_that_was_published_for_its_validation_is_kept_and_not_the_older_candidate():
+    made = decided(validate_every=1)
+    made.powers = kept = Kept()
+    made.count(A, 1, 0)
+    assert made.answer(A, "next", {}) == "validate"
+    assert made.answer(A, "validated", {"loss": 1.0, "published": True})["best"]
+    assert made.answer(B, "validated", {"loss": 0.5})["best"], "that of another rule: the candidate, if there is one"
+    assert kept.acts == ["candidate", "discard", "best", "best"]

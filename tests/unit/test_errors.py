@@ -1,9 +1,12 @@
 """The errors: one root, the builtin kin that users catch, an exit code for each."""
 
+import sys
+
 import pytest
 
 import maniple
 from maniple import errors
+from maniple.model.recorder import show
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 
@@ -87,3 +90,25 @@ def test_error_that_the_other_side_named_is_raised_here():
         errors.raise_remote("LayoutMismatch", "parameter 3 differs")
     with pytest.raises(errors.ManipleError, match="words"):
         errors.raise_remote("SomethingNew", "words")
+
+
+class Broken:
+    """A stream that nobody reads."""
+
+    def write(self, text: str) -> None:
+        raise BrokenPipeError
+
+    flush = write
+
+
+@pytest.mark.parametrize("stream", [Broken(), None])
+def test_what_nobody_can_be_told_does_not_end_the_training(monkeypatch, stream):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    errors.say("somebody should know this")
+    show("epoch 1")
+
+
+def test_person_is_told_on_standard_error(capsys):
+    errors.say("this")
+    assert capsys.readouterr() == ("", "maniple: this\n")

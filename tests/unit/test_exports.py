@@ -56,6 +56,14 @@ def expected(written):
     return found
 
 
+def test_rows_in_several_files_are_all_exported(written):
+    whole = (export(written, "csv") / "values.csv").read_text()
+    for rank in (0, 1):
+        written.divide(rank, 2)
+    (written.folder.path.parent / "csv" / "values.csv").unlink()
+    assert (export(written, "csv") / "values.csv").read_text() == whole
+
+
 def same(found, wanted, tolerance=0.0):
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 
 from maniple.center.segment import MAX_WORKERS
+from maniple.cli import cli
+from maniple.cli.job import job_from
 from maniple.errors import InvalidArgument
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.memory import remembered
@@ -175,3 +178,65 @@ def test_a_missing_script_is_not_answered_by_one_with_another_name(tmp_path):
     with pytest.raises(InvalidArgument, match="there is no script") as refused:
         job(script=tmp_path / "train.py").check()
     assert "Did you mean" not in str(refused.value)
+
+
+def resumed(run: Path, *words: str) -> Job:
+    """The job of `maniple run --resume RUN`, with more words."""
+    found: list[Job] = []
+
+    @click.command(params=cli.commands["run"].params, context_settings={"allow_interspersed_args": False})
+    def command(**options) -> None:
+        found.append(job_from(**options))
+
+    command.main(["--resume", str(run), *words], standalone_mode=False)
+    return found[0]
+
+
+def write_run(run: Path, begun: Job, **about) -> None:
+    (run / "run.json").write_bytes(msgspec.json.encode({"asked": begun.asked(), "lineage": "ab"} | about))
+
+
+def test_a_run_is_resumed_with_its_script_arguments_and_workers(tmp_path):
+    limits = Limits(max_epochs=4)
+    begun = job(args=("--lr", "0.1"), workers=3, restarts=2, feeds=(__file__,), limits=limits, deterministic=True)
+    write_run(tmp_path, begun, exit_code=130)
+    again = resumed(tmp_path)
+    assert (again.script, again.args, again.workers) == (Path(__file__).resolve(), ("--lr", "0.1"), 3)
+    assert (again.restarts, again.feeds, again.limits, again.deterministic) == (2, (__file__,), limits, True)
+    other = resumed(tmp_path, "-n", "2", "--restarts", "0", "--max-epochs", "9")
+    assert (other.workers, other.restarts, other.limits.max_epochs) == (2, 0, 9), "what is given now counts more"
+    named = resumed(tmp_path, "other.py", "--lr", "0.2")
+    assert (named.script, named.args, named.workers, named.limits) == (Path("other.py"), ("--lr", "0.2"), 1, Limits())
+    write_run(tmp_path, begun, exit_code=0)
+    assert resumed(tmp_path).limits == Limits(), "a limit that was reached would end it at once"
+
+
+def test_the_model_and_the_machines_of_a_run_are_resumed_too(tmp_path):
+    begun = job(model=f"{__file__}:Net", model_args=("lr=0.1",), workers=4, hosts=("a", "b"), devices=("cpu", "cuda:0"))
+    write_run(tmp_path, begun)
+    again = remembered(resumed(tmp_path), tmp_path)
+    assert (again.model, again.model_args) == (f"{Path(__file__).resolve()}:Net", ("lr=0.1",))
+    assert (again.workers, again.hosts, again.devices) == (4, ("a", "b"), ("cpu", "cuda:0"))
+    again.check()
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"lineage": None}, "is no run folder"),
+        ({"asked": {"script": None}}, "host alone, which `maniple serve --resume`"),
+        ({"asked": {"script": "t.py", "launcher": "torchrun"}}, "torchrun has started.*MANIPLE_RESUME"),
+    ],
+)
+def test_a_run_that_names_no_script_is_resumed_by_other_means(tmp_path, about, said):
+    write_run(tmp_path, job(), **about)
+    with pytest.raises(InvalidArgument, match=rf"names no script to run: it .*{said}"):
+        resumed(tmp_path)
+
+
+def test_the_script_of_another_users_run_is_not_started_unless_it_is_named(tmp_path, monkeypatch):
+    write_run(tmp_path, job())
+    monkeypatch.setattr("os.getuid", lambda: (tmp_path / "run.json").stat().st_uid + 1)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
+        resumed(tmp_path)
+    assert resumed(tmp_path, "train.py").script == Path("train.py")

@@ -15,6 +15,8 @@ ENTRIES = st.lists(
     st.builds(Entry, st.text("abü.'\"", max_size=4), SHAPES, DTYPES), min_size=1, max_size=8, unique_by=lambda e: e.name
 )
 
+RESERVED = "__metadata__"
+LARGE = 10**5000  # more digits than Python writes down
 W = Entry("w", (2, 3), "float32")
 B = Entry("b", (3,), "float32")
 S = Entry("s", (1,), "float64")
@@ -109,3 +111,21 @@ def test_model_without_arrays_is_refused():
 def test_dtype_that_cannot_be_averaged_is_refused_by_name(dtype):
     with pytest.raises(InvalidArgument, match=r"'counts' .*\[2\] cannot be shared"):
         Layout([W, Entry("counts", (2,), dtype)])
+
+
+@pytest.mark.parametrize("name", ["nul\0x", "new\nline", "\x7f", "\x9b2J", "\u2028", "\ud800", "x" * 5000, RESERVED])
+def test_name_that_files_and_terminals_would_take_for_something_else_is_refused(name):
+    with pytest.raises(InvalidArgument, match=r"cannot name an array.*no control characters.*Rename it"):
+        Layout([Entry(name, (2,), "float32")])
+
+
+@pytest.mark.parametrize("shape", [(1,) * 33, (0, 10**30), (0, 1 << 40, 1 << 40), (-1,), (0, -1), (1 << 49,), (LARGE,)])
+def test_shape_that_no_array_can_have_is_refused(shape):
+    with pytest.raises(InvalidArgument, match=r"no shape of an array. It may have up to 32 axes.*Reshape it"):
+        Layout([Entry("a", shape, "float32")])
+
+
+@pytest.mark.parametrize("shape", [(1,) * 32, (0, 1 << 40), (), (0,) * 32])
+def test_largest_shapes_are_shapes_of_arrays(shape):
+    entry = Layout([Entry("a", shape, "float32")]).entries[0]
+    assert np.empty(entry.size, "int8").reshape(shape).shape == shape

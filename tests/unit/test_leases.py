@@ -413,3 +413,17 @@ def test_workers_elsewhere_are_granted_each_chunk_once_at_the_same_time(tmp_path
         sys.setswitchinterval(before)
     assert sum(drawn, Counter()) == Counter(range(2000))
     run.close()
+
+
+def test_a_worker_of_a_resumed_run_begins_with_the_first_epoch_that_has_samples_left(run):
+    first = run.join(0)
+    assert first.first_epoch == 0
+    first.finish(0)
+    first.finish(1)
+    lease = first.take(2)
+    assert run.table().first_epoch == 2, "one chunk of it is handed out, and not done"
+    run.resume(run.table().unfinished())
+    assert run.table().first_epoch == 2
+    second = run.join(0)
+    assert second.finish(2)[0] == (2, lease.chunk)
+    assert run.table().first_epoch == 3

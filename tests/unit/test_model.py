@@ -19,8 +19,9 @@ from maniple.model.saved import Saved, validate_again
 from maniple.model.validation import VALIDATION, measured, validate
 from maniple.place import Limits
 from maniple.record import Events, Folder
-from maniple.record.times import PARTS, gather
+from maniple.record.times import PARTS, gather, read_times
 from maniple.watch.picture import draw
+from tests.written import T0, Written
 
 
 class Whole:
@@ -241,7 +242,8 @@ def recorded(monkeypatch, *, every=2):
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr("maniple.model.recorder.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr("maniple.worker.progress.lost_s", lambda: 0.0)
-    replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0)
+    between = types.SimpleNamespace(seconds=0.0, is_measured=False)
+    replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0, between=between)
     worker = Noted()
     return clock, replica, worker, Recorder(worker, replica, every=every, is_shown=True, lr=lambda: 0.1)
 
@@ -275,6 +277,32 @@ def test_time_that_is_counted_by_itself_is_not_counted_twice(monkeypatch):
     assert (worker.rows[0]["data"], worker.rows[0]["exchange"], worker.rows[0]["compute"]) == (2.0, 1.0, 0.0)
 
 
+def test_time_between_steps_is_data_and_what_the_model_names_itself_is_not_counted_twice(monkeypatch, capsys):
+    clock, replica, worker, recorder = recorded(monkeypatch, every=1)
+    replica.between.is_measured = True
+    recorder.begin(1)
+    recorder.start()
+    clock.now += 2.0
+    replica.between.seconds += 2.0  # until the forward pass
+    recorder.end("others")
+    clock.now += 3.0
+    replica.between.seconds += 3.0
+    clock.now += 5.0
+    recorder.batch({"loss": 1.0})
+    assert {name: worker.rows[0][name] for name in PARTS} == {"compute": 5, "exchange": 0, "data": 3, "others": 2}
+    assert "data 30 %" in capsys.readouterr().out
+
+
+def test_data_that_is_not_measured_is_said_to_be_so(monkeypatch, capsys):
+    clock, _, worker, recorder = recorded(monkeypatch, every=1)
+    recorder.begin(1)
+    clock.now += 2.0
+    recorder.batch({"loss": 1.0})
+    assert "2.0 s: compute 100 %, data not measured" in capsys.readouterr().out
+    assert worker.rows[0]["measures_data"] is False
+    assert "not measured" in table(gather({0: [worker.rows[0] | {"event": "times"}]}))[1]
+
+
 def test_an_epoch_has_the_means_of_all_its_batches(monkeypatch):
     clock, *_, recorder = recorded(monkeypatch)
     recorder.begin(3)
@@ -295,6 +323,7 @@ def test_a_part_of_the_time_that_does_not_exist_is_refused(monkeypatch):
 
 def test_the_record_of_a_run_is_a_line_per_worker_and_epoch():
     times = {"compute": 3.0, "exchange": 1.0, "data": 0.0, "others": 0.0, "batches": 2, "lr": 0.1, "event": "times"}
+    times |= {"measures_data": True}
     rows = [times | {"epoch": 1, "loss": 2.0}, times | {"epoch": 1, "loss": 4.0}, times | {"epoch": 2, "loss": 1.0}]
     found = gather({0: rows, 1: [{"event": "validated", "epoch": 1, "loss": 0.5, "step": 3, "worker": 1}]})
     lines = table(found)
@@ -399,3 +428,23 @@ def test_a_session_runs_a_model_or_a_script():
             pass
 
         Session(Local)
+
+
+def test_an_epoch_that_was_abandoned_is_not_counted_beside_the_one_that_was_made_instead(tmp_path):
+    written = Written(tmp_path)
+    parts = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "others": 0.0, "lr": 0.1}
+    written.row("host", "start", 0)
+    for at, epoch, loss in ((1, 1, 4.0), (2, 2, 3.0), (5, 3, 100.0)):
+        written.row(0, "times", at, epoch=epoch, batches=10, loss=loss, **parts)
+        written.row(0, "validated", at, epoch=epoch, loss=loss)
+    written.row(0, "times", 6, epoch=4, batches=5, loss=200.0, **parts)
+    written.row("host", "start", 10)
+    written.row("host", "restored", 10, snapshot="epoch-0002", saved=T0 + 3.0, updates=20)
+    written.row(0, "times", 11, epoch=3, batches=10, loss=2.0, **parts)
+    times = read_times(tmp_path)
+    assert [(one.number, one.batches, one.loss) for one in times.workers[0]] == [
+        (1, 10, 4.0),
+        (2, 10, 3.0),
+        (3, 10, 2.0),
+    ]
+    assert sorted(times.validated) == [1, 2], "what validation found of an abandoned epoch is not told either"

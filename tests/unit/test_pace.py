@@ -16,26 +16,44 @@ SECONDS = st.floats(1e-6, 10)
 
 
 class Clock:
-    """A training loop in which a step takes `step_s` and the i-th exchange `cost(i)` seconds."""
+    """A training loop in which a step takes `step_s` and the i-th exchange `cost(i)` seconds.
+
+    `fails(now)` tells whether an exchange at that time fails; it is known by its cost, like others.
+    """
 
     def __init__(self, pace: Pace, step_s: float, cost: Callable[[int], float], size_bytes: int = 0) -> None:
         self.pace, self.step_s, self.cost, self.size_bytes = pace, step_s, cost, size_bytes
         self.now = self.spent = 0.0
         self.since = 0
         self.begun: list[float] = []  # when each exchange began
+        self.costs: list[float] = []
         self.shares: list[float] = []  # spent / elapsed, after each
+        self.fails: Callable[[float], bool] = lambda now: False
+        self.spread = 0.0
 
-    def step(self) -> None:
-        self.now += self.step_s
+    def step(self, step_s: float | None = None) -> None:
+        self.now += self.step_s if step_s is None else step_s
         self.since += 1
         if self.pace.due(self.since, self.now):
+            has_failed = self.fails(self.now)
             self.begun.append(self.now)
-            cost = self.cost(len(self.begun) - 1)
+            self.costs.append(cost := self.cost(len(self.begun) - 1))
             self.now += cost
             self.spent += cost
-            self.pace.exchanged(cost, self.size_bytes)
+            if has_failed:
+                self.pace.failed(cost, self.spread)
+            else:
+                self.pace.exchanged(cost, self.size_bytes)
+                self.since = 0
             self.shares.append(self.spent / self.now)
-            self.since = 0
+
+    def excess(self, rate: float) -> float:
+        """How much more was spent between any two exchanges than `rate` of the time, in seconds."""
+        worst = ahead = 0.0
+        for i in range(1, len(self.begun)):
+            ahead = max(0.0, ahead) + self.costs[i - 1] - rate * (self.begun[i] - self.begun[i - 1])
+            worst = max(worst, ahead)
+        return worst
 
     def run(self, steps: int) -> "Clock":
         for _ in range(steps):
@@ -134,6 +152,89 @@ def test_one_delay_does_not_spoil_the_pace():
 def test_no_exchange_is_due_before_the_first_step():
     assert not RateLimit(1.0).due(0, 1e9)
     assert RateLimit(1.0).due(1, 1e9)
+
+
+# RateLimit, in any stretch of time
+
+PAUSE_S = 600.0
+STEPS = st.lists(st.sampled_from([0.05, 0.1, 0.3, 1.0, 2.9, PAUSE_S]), min_size=20, max_size=200)
+COSTS = st.lists(st.floats(0.01, 5), min_size=1, max_size=50)
+
+
+def test_pause_saves_up_nothing():
+    clock = Clock(expecting(RateLimit(0.25), 1.0), 0.1, lambda i: 1.0).run_until(10)
+    clock.step(PAUSE_S)
+    begin, spent = clock.now - 1.0, clock.spent - 1.0  # the exchange after the pause counts
+    while clock.now < begin + 120:
+        clock.step()
+    assert (clock.spent - spent) / (clock.now - begin) == pytest.approx(0.25, abs=0.01)
+
+
+def test_pause_saves_up_no_traffic():
+    clock = Clock(expecting(RateLimit(bytes_per_s=1000), 0.0, 1000), 0.1, lambda i: 0.0, 1000).run_until(10)
+    clock.step(PAUSE_S)
+    begin, before = clock.now, len(clock.begun)
+    while clock.now < begin + 120:
+        clock.step()
+    assert len(clock.begun) - before <= 121
+
+
+@given(RATES, STEPS, COSTS, st.sets(st.integers(0, 200)), st.floats(0, 1))
+def test_share_holds_between_any_two_exchanges(rate, steps, costs, failures, spread):
+    clock = Clock(expecting(RateLimit(rate), costs[0]), 0.0, lambda i: costs[i % len(costs)])
+    clock.fails, clock.spread = lambda now: len(clock.begun) in failures, spread
+    for step_s in steps:
+        clock.step(step_s)
+    assert clock.excess(rate) <= (1 - rate) * max(costs) + 1e-6  # less than one exchange
+    if clock.begun and costs[0] == max(costs):
+        assert max(clock.shares) <= rate * (1 + 1e-9)
+
+
+@given(RATES, st.floats(0.01, 5), st.sets(st.integers(0, 60)), st.floats(0.02, 0.5))
+def test_single_pauses_shift_the_share_by_one_step_at_most(rate, cost_s, pauses, step_s):
+    clock = Clock(expecting(RateLimit(rate), cost_s), step_s, lambda i: cost_s)
+    for number in range(600):
+        clock.step(PAUSE_S if number % 10 == 0 and number // 10 in pauses else step_s)
+    assert clock.excess(rate) <= rate * step_s + 1e-6
+
+
+@given(st.floats(1e3, 1e6), STEPS, st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_traffic_holds_between_any_two_exchanges(bytes_per_s, steps, sizes):
+    pace, begun = expecting(RateLimit(bytes_per_s=bytes_per_s), 0.0, sizes[0]), list[tuple[float, int]]()
+    now = 0.0
+    for step_s in steps:
+        now += step_s
+        if pace.due(1, now):
+            begun.append((now, sizes[len(begun) % len(sizes)]))
+            pace.exchanged(0.0, begun[-1][1])
+    for i, (start, _) in enumerate(begun):
+        for j in range(i + 1, min(i + 10, len(begun))):
+            assert sum(size for _, size in begun[i:j]) <= bytes_per_s * (begun[j][0] - start) + max(sizes) + 1e-3
+
+
+def test_failed_exchanges_count_with_their_cost():
+    clock = Clock(expecting(RateLimit(0.25), 1.0), 0.1, lambda i: 6.0 if 100 < clock.now < 400 else 1.0)
+    clock.fails = lambda now: 100 < now < 400
+    while clock.now < 800:
+        clock.step()
+        assert not clock.shares or clock.shares[-1] < 0.3  # the first failure takes six times as long as expected
+    during = [begun for begun in clock.begun if 100 < begun < 400]
+    assert 10 <= len(during) <= 13  # each is followed by three times as long without
+    assert clock.shares[-1] == pytest.approx(0.25, rel=0.02)
+
+
+def test_workers_do_not_meet_at_a_host_that_returns():
+    workers = 8
+    clocks = [Clock(expecting(RateLimit(0.5 / workers), 1.0), 0.1, lambda i: 0.001) for _ in range(workers)]
+    for rank, clock in enumerate(clocks):
+        clock.fails, clock.spread = lambda now: 100 < now < 200, rank * 0.618 % 1
+        clock.cost = lambda i, clock=clock: 0.001 if clock.fails(clock.now) else 1.0
+        while clock.now < 300:
+            clock.step()
+        assert sum(100 < begun < 200 for begun in clock.begun) <= 8  # a try per 16 s, and not one per step
+    first = sorted(next(begun for begun in clock.begun if begun > 200) for clock in clocks)
+    assert all(sum(0 <= other - one < 1.0 for other in first) <= 3 for one in first)
+    assert first[-1] < 200 + 2 * 16 + 1
 
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**8), st.floats(0.01, 1))

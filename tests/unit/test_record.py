@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument, ManipleError
-from maniple.record import Events, Folder, Tail, read_events
+from maniple.record import Events, Folder, Tail, Tails, read_events
+from maniple.record.events import append_rows, parts
 from maniple.record.folder import fresh_name, write_json
+from tests.limits import file_limit
 from tests.unit.engines import engine
 
 
@@ -74,6 +76,19 @@ def test_rows_of_a_restarted_worker_follow_those_before(path):
         events.write("log", step=step)
         events.close()
     assert [row["step"] for row in read_events(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_row_that_a_kill_has_cut_costs_only_itself(path, cut):
+    path.parent.mkdir()
+    row = b'{"event":"log","timestamp":1.0,"datestamp":"2026-11-17 12:00","worker":0,"step":1}\n'
+    path.write_bytes(row + row[:cut])
+    for step in (2, 3):
+        events = Events(path, worker=0)
+        events.write("log", step=step)
+        events.close()
+    assert [row["step"] for row in read_events(path)][-2:] == [2, 3]
+    assert b"\n\n" not in path.read_bytes()
 
 
 def test_numpy_values_become_numbers_and_lists(path):
@@ -166,6 +181,96 @@ def test_rows_lost_to_a_full_disk_are_counted_in_the_next_that_is_written(path, 
     assert [row.get("dropped") for row in rows] == [None, 2, None]
 
 
+# Rows that another process has sent
+
+
+@pytest.mark.parametrize("before", ["", "whole\n", "whole\ncut"])
+def test_rows_that_were_sent_are_appended_once_wherever_a_try_was_cut(path, before):
+    path.parent.mkdir()
+    rows = b'{"step":1,"timestamp":1.0}\n{"step":2,"timestamp":2.0}\n'
+    whole = before.encode() + (b"\n" if before.endswith("cut") else b"") + rows
+    for cut in range(len(before), len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        append_rows(path, rows)
+        assert path.read_bytes() == whole, cut
+        append_rows(path, rows)  # sent again, since the answer was lost
+        assert path.read_bytes() == whole, cut
+
+
+def test_rows_that_were_sent_go_on_where_a_full_disk_has_cut_them(path):
+    path.parent.mkdir()
+    rows = b"".join(b'{"step":%d}\n' % step for step in range(100))
+    for limit in (0, 5, 500):
+        with file_limit(limit), pytest.raises(OSError, match="File too large"):
+            append_rows(path, rows)
+    append_rows(path, rows)
+    assert path.read_bytes() == rows
+
+
+# Files that follow one another
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr("maniple.record.events.PART_BYTES", 1000)
+
+
+def test_large_file_is_followed_by_another_and_readers_see_one_record(path, small_parts):
+    for life in range(2):  # a worker that is started again goes on with the newest
+        events = Events(path)
+        for step in range(100):
+            events.write("log", step=100 * life + step)
+        events.close()
+    files = parts(path)
+    assert [file.name for file in files[:3]] == ["worker-0.jsonl", "worker-0_000001.jsonl", "worker-0_000002.jsonl"]
+    assert all(500 < file.stat().st_size <= 1000 for file in files[:-1])
+    assert [row["step"] for row in read_events(path)] == list(range(200))
+    assert Folder(path.parents[1]).ranks() == [0]
+
+
+def test_rows_that_were_sent_go_to_the_newest_file_once(path, small_parts):
+    path.parent.mkdir()
+    batches = [
+        b"".join(b'{"event":"log","timestamp":1.0,"step":%d}\n' % step for step in range(k, k + 40))
+        for k in range(0, 400, 40)
+    ]
+    for batch in batches:
+        for _ in range(2):
+            append_rows(path, batch)
+    assert len(parts(path)) > 3
+    assert [row["step"] for row in read_events(path)] == list(range(400))
+
+
+def test_where_no_next_file_can_be_made_the_old_one_grows_on(path, small_parts):
+    events = Events(path)
+    path.with_name("worker-0_000001.jsonl").mkdir()
+    for step in range(100):
+        events.write("log", step=step)
+    events.close()
+    path.with_name("worker-0_000001.jsonl").rmdir()
+    assert [row["step"] for row in read_events(path)] == list(range(100))
+
+
+@given(st.lists(st.sampled_from(["worker-1", "worker-10", "host", "look"]), max_size=60))
+def test_followers_get_each_row_once_and_each_writers_in_order(tmp_path_factory, acts):
+    folder = tmp_path_factory.mktemp("events")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("maniple.record.events.PART_BYTES", 200)  # two rows
+        writers = {who: Events(folder / f"{who}.jsonl") for who in ("worker-1", "worker-10", "host")}
+        tails, got = Tails(folder), {who: list[int]() for who in writers}
+        wrote = dict.fromkeys(writers, 0)
+        for act in [*acts, "look"]:
+            if act == "look":
+                for who, lines in tails.pieces():
+                    got[who] += [json.loads(line)["step"] for line in lines]
+            else:
+                writers[act].write("log", step=wrote[act])
+                wrote[act] += 1
+        for events in writers.values():
+            events.close()
+    assert got == {who: list(range(count)) for who, count in wrote.items()}
+
+
 # Reading
 
 
@@ -181,7 +286,8 @@ def test_torn_last_line_is_passed_over(path, torn):
 
 def test_torn_line_in_the_middle_costs_only_itself(path):
     path.parent.mkdir()
-    path.write_bytes(b'{"step":1}\n{"st\n{"step":3}\n')
+    rows = [json.dumps({"event": "log", "timestamp": 1.5, "step": step}).encode() for step in (1, 3)]
+    path.write_bytes(rows[0] + b'\n{"st\n' + rows[1] + b"\n")
     assert [row["step"] for row in read_events(path)] == [1, 3]
 
 
@@ -250,6 +356,13 @@ def test_folder_of_the_user_s_own_named_last_is_left_alone(tmp_path):
     Folder.create(tmp_path, "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "run"]
     assert (tmp_path / "last" / "notes").exists()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\0b", "a\u2028b", "a\udc80b"])
+def test_control_characters_cannot_name_a_run(tmp_path, name):
+    with pytest.raises(InvalidArgument, match=r"the run's name .* holds the control character"):
+        Folder.create(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "last", "a/b", "/tmp/x"])

@@ -9,16 +9,19 @@ from maniple import BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Rep
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
 from maniple.circle.alone import Alone
-from maniple.errors import Diverged, InvalidArgument, WaitedTooLong
+from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
 from maniple.place import Place
-from maniple.record import Events
+from maniple.record import Events, read_events
 from maniple.worker.asked import check_pace, check_return
+from maniple.worker.logged import logged
+from maniple.worker.progress import Between
 from maniple.worker.synced import Synced
 
 
 class Owner:
     """What a replica asks of its worker."""
 
+    rank = 3
     is_over = False
     is_hurried = False
 
@@ -34,6 +37,15 @@ class Owner:
     def settled(self, replica) -> None:
         pass
 
+    def mind_absence(self, replica) -> None:
+        pass
+
+    def kept(self, replica, workers) -> None:
+        pass
+
+    def end_step(self, replica) -> None:
+        pass
+
 
 @pytest.fixture
 def segment(tmp_path):
@@ -47,11 +59,11 @@ def share(segment):
     """Share a dict of arrays as a worker would; gives the replica."""
     replicas: list[Replica] = []
 
-    def share(params, rule: Rule, pace=None) -> Replica:
+    def share(params, rule: Rule, pace=None, events=None) -> Replica:
         model = adapt(params)
         center, _ = Shared.open_or_create(segment, "center-0", model, rank=len(replicas))
         segment.mark(len(replicas), 1)
-        settings = {"rule": rule, "pace": pace or Every(1), "events": Events(None), "worker": Owner()}
+        settings = {"rule": rule, "pace": pace or Every(1), "events": events or Events(None), "worker": Owner()}
         if rule.meets == "center":
             replica = Replica(model, center, **settings)
         else:
@@ -85,6 +97,23 @@ def test_exchange_comes_when_the_pace_says_so(share, segment):
     assert replica.steps == 7
     replica.finish(exchange=True)  # the last steps are not lost
     assert value(segment) == 7
+
+
+def test_many_exchanges_have_few_rows_and_exact_sums(share, tmp_path):
+    events = Events(tmp_path / "worker-0.jsonl")
+    params = {"w": np.zeros(2)}
+    replica = share(params, Downpour(), events=events)
+    for _ in range(5000):
+        params["w"] += 1
+        replica.step()
+    replica.finish(exchange=True)
+    events.close()
+    rows = read_events(tmp_path / "worker-0.jsonl")
+    exchanges = [row for row in rows if row["event"] == "exchange"]
+    assert len(exchanges) < 3000, "a thousand, the remarkable ones, and one a second"
+    assert sum(1 + row.get("skipped", 0) for row in exchanges) == 5000
+    assert exchanges[-1]["step"] == 5000
+    assert rows[-1]["event"] == "progress" and rows[-1]["exchanges"] == 5000
 
 
 def test_alone_every_call_is_a_no_op():
@@ -249,6 +278,29 @@ def test_pull_in_the_middle_does_not_forget_what_exchanges_cost(share):
     assert not pace.due(1, 4050.0)
 
 
+def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
+    failures: list[tuple[float, float]] = []
+
+    class Recorded(RateLimit):
+        def failed(self, cost_s, spread):
+            failures.append((cost_s, spread))
+            super().failed(cost_s, spread)
+
+    def away(*_):
+        raise HostAway("the host is away")
+
+    pace = Recorded(1.0)
+    replica = share({"w": np.zeros(2)}, EASGD(), pace)
+    pace.expect(100.0, 16)  # instead of what the pull took
+    monkeypatch.setattr(Shared, "exchange", away)
+    with pytest.warns(UserWarning, match="the host is away"):
+        for _ in range(5):
+            replica.step()
+    [(cost_s, spread)] = failures  # the next try is due after 100 s, and not after the next step
+    assert cost_s > 0
+    assert 0 < spread < 1
+
+
 def test_samples_are_counted_as_told(share):
     params = {"w": np.zeros(2)}
     replica = share(params, EASGD())
@@ -267,18 +319,32 @@ def test_replica_cannot_be_made_of_what_cannot_be_shared():
 
 
 @pytest.mark.parametrize("rule", [BSP(), LocalSGD(1)])
-def test_values_that_are_not_finite_end_a_worker_of_the_circle_too(share, segment, rule):
-    params = {"w": np.ones(2)}
+def test_values_that_are_not_finite_end_a_worker_of_the_circle_at_once(share, segment, rule):
+    params = {"v": np.ones(2), "w": np.ones(2)}
     replica = share(params, rule)
-    with pytest.warns(UserWarning, match="'w'"), pytest.raises(Diverged, match=r"3 exchanges in a row .*'w'"):
-        for _ in range(3):
-            gradient = {"w": np.full(2, np.nan)}
-            if rule.meets == "gradients":
-                replica.reduce(gradient)
-            params["w"] -= gradient["w"]
-            replica.step()
-            replica.publish()
+    with pytest.raises(Diverged, match=r"'w' of worker 0 holds NaN or infinity in step 1.*nonfinite='skip'"):
+        gradient = {"v": np.zeros(2), "w": np.array([0, np.inf])}
+        if rule.meets == "gradients":
+            replica.reduce(gradient)
+        params["w"] -= gradient["w"]
+        replica.step()
     assert value(segment) == 1
+
+
+def test_large_values_are_finite(share):
+    params = {"w": np.ones(2, np.float32)}
+    replica = share(params, BSP())
+    gradient = {"w": np.full(2, 3e38, np.float32)}  # its square is not
+    replica.reduce(gradient)
+    assert (gradient["w"] == np.float32(3e38)).all()
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), float("inf")])
+def test_samples_that_cannot_count_are_refused(share, samples):
+    replica = share({"w": np.ones(2)}, BSP())
+    replica.samples = samples
+    with pytest.raises(InvalidArgument, match=r"samples.* 0 or more"):
+        replica.reduce({"w": np.ones(2)})
 
 
 @pytest.mark.parametrize("rule", [LocalSGD(3), Downpour(sync=True)])
@@ -313,3 +379,57 @@ def test_worker_that_was_started_again_cannot_enter_two_circles(share):
 def test_first_of_the_workers_are_refused_what_needs_all_of_them(rule, wire, reason):
     with pytest.raises(InvalidArgument, match=rf"{reason}.*use BSP|{reason}.*Use BSP"):
         check_pace(rule, Every(1), Alone(), wire)
+
+
+@pytest.mark.parametrize("rule", [EASGD(), Downpour(), BSP(), LocalSGD(1), MSync()], ids=repr)
+def test_what_is_logged_inside_of_center_is_told_of_the_center_whatever_the_rule(share, rule):
+    replica = share({"w": np.zeros(3)}, rule)
+    with replica.center():
+        assert logged({"accuracy": 0.8}, [replica]) == {"step": 0, "accuracy": 0.8, "center": True}
+        with pytest.raises(InvalidArgument, match=r"another `with replica.center\(\):` was opened"), replica.center():
+            pass
+    assert logged({"accuracy": 0.8}, [replica]) == {"step": 0, "accuracy": 0.8}
+
+
+def test_with_gradients_the_center_is_what_was_validated_before_the_controller_hears_of_it(share, segment):
+    params = {"w": np.zeros(3)}
+    replica = share(params, BSP())
+    params["w"][:] = (0.1, 0.2, 0.3)
+    with replica.center():
+        assert replica.publish_validated()
+    center = Shared.open(segment, segment.path / "center-0")
+    assert center.read(0).tolist() == [0.1, 0.2, 0.3]
+    center.close()
+    assert not share({"w": np.zeros(3)}, EASGD()).publish_validated(), "of the center it is the controller's matter"
+
+
+def test_time_from_a_step_to_the_next_forward_pass_is_counted_without_what_is_counted_otherwise(monkeypatch):
+    now, otherwise = [100.0], [0.0]
+    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
+    between = Between(lambda: otherwise[0])
+    between.forward()
+    now[0] += 50  # the first step has no other before it
+    assert (between.seconds, between.is_measured) == (0.0, False)
+    for _ in range(2):
+        between.stepped()
+        now[0] += 3
+        otherwise[0] += 1
+        between.forward()
+        between.forward()
+        now[0] += 10  # computes
+    assert (between.seconds, between.is_measured) == (4.0, True)
+    between.stepped()
+    now[0] += 1
+    assert between.seconds == 5.0, "also before the pass has begun"
+
+
+def test_where_forward_passes_are_not_seen_nothing_is_measured(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
+    between = Between(lambda: 0.0)
+    between.stepped()
+    between.forward()  # before the module was compiled
+    for _ in range(5):
+        between.stepped()
+        now[0] += 10
+    assert (between.seconds, between.is_measured) == (0.0, False)

@@ -387,6 +387,10 @@ def test_unknown_rule_lists_those_there_are():
         ("downpour:compensate=0.5", "compensate"),
         ("bsp:overlap=0.5", "overlap"),
         ("bsp:overlap=true,average=parameters", "averages none"),
+        ("bsp:overlap=true,nonfinite=skip", "Leave one of them out"),
+        ("localsgd:nonfinite=ignore", "none of stop, skip"),
+        ("easgd:nonfinite=skip", "sync=True"),
+        ("downpour:nonfinite=skip", "sync=True"),
         ("msync:overlap=true", "msync has m, norm, check_every"),
     ],
 )
@@ -408,6 +412,7 @@ def test_bad_setting_of_a_rule_is_named(text, words):
         Downpour(),
         Downpour(compensate=True),
         maniple.BSP(overlap=True),
+        maniple.EASGD(sync=True, nonfinite="skip"),
     ],
 )
 def test_repr_of_a_rule_makes_an_equal_one(rule):

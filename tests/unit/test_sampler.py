@@ -1,11 +1,18 @@
 """The fixed shares: within a pass, each sample at most once over all workers, equally many for each."""
 
+from collections import Counter
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument
+from maniple.place import Limits, Place
 from maniple.sampler import Shard
+from maniple.sampler.position import Position
+from maniple.worker import Worker
+from maniple.worker.samples import Samples
 
 
 @st.composite
@@ -78,3 +85,155 @@ def test_indices_are_plain_integers():
 def test_fewer_samples_than_workers_are_refused():
     with pytest.raises(InvalidArgument, match="3 samples cannot be shared by 4 workers"):
         samplers(3, 4)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_shares_for_validation_have_each_sample_once_whether_or_not_they_divide(count, world, shuffle):
+    workers = samplers(count, world, shuffle=shuffle, is_whole=True)
+    for _ in range(2):
+        shares = [list(worker) for worker in workers]
+        assert sorted(index for share in shares for index in share) == list(range(count))
+        assert [len(share) for share in shares] == [len(worker) for worker in workers]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# Continued in the middle of an epoch
+
+
+@given(st.integers(8, 200), st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.data())
+def test_shares_continue_where_all_workers_were_and_leave_out_no_sample(count, world, later, batch, data):
+    before = [Shard(count, rank=rank, world=world, seed=(1,)) for rank in range(world)]
+    steps = data.draw(st.integers(0, 2 * -(-(count // world) // batch)))
+    seen: list[Counter[int]] = [Counter(), Counter()]
+    for shard in before:
+        made = 0
+        for epoch in range(2):
+            for indices in shard.batches(batch):
+                if made == steps:
+                    break
+                seen[epoch].update(indices.tolist())
+                made += 1
+                shard.stepped()
+            else:
+                shard.passed()
+                continue
+            break
+    epoch, place = before[0].position
+    assert {shard.position for shard in before} == {(epoch, place)}, "all are as far"
+    after = [Shard(count, rank=rank, world=later, seed=(1,)) for rank in range(later)]
+    again: list[Counter[int]] = [Counter(), Counter()]
+    for shard in after:
+        shard.begin_at(epoch, place)
+        for number in range(2):
+            again[number].update(shard)
+    for number in range(2):
+        both = seen[number] + again[number]
+        left_out = count % world + count % later + (later if number == epoch else 0)
+        assert count - len(both) <= left_out, "but the remainder that equal shares leave out"
+        repeated = sum(both.values()) - len(both)
+        assert repeated <= (world * batch if number == epoch else 0), "at most one step, of which it is not certain"
+
+
+def test_what_a_loader_has_drawn_ahead_is_not_trained_on():
+    shard = Shard(1000, rank=0, world=2, seed=(1,))
+    drawn = iter(shard)
+    for _ in range(3 * 10):  # a loader that is three batches ahead
+        next(drawn)
+    for _ in range(5):
+        for _ in range(10):
+            next(drawn)
+        shard.stepped()
+    assert shard.position == (0, 5 * 10 * 2)
+
+
+def test_a_shard_begins_elsewhere_only_before_its_first_pass():
+    shard = Shard(100, rank=0, world=2, seed=(1,))
+    next(iter(shard))
+    shard.begin_at(7, 10)
+    assert shard.position[0] == 0 and shard.first_epoch == 0
+
+
+# worker.epochs
+
+
+def made_samples(count: int, *, begins: dict[int, tuple[int, int, int]] | None = None) -> Samples:
+    samples = Samples()
+    samples.continue_at(msgspec.to_builtins(Position(0, 1, True, 0, 0, samplers=begins or {}), str_keys=True), 0)
+    place = Place(world=2)
+    for validation in (False, True):
+        samples.sampler(
+            count, seat=None, place=place, static=True, shuffle=True, chunk=None, validation=validation,
+            should_stop=lambda: False, is_shared=lambda: True, on_wait=lambda: None,
+        )  # fmt: skip
+    return samples
+
+
+def test_a_worker_alone_has_all_epochs_and_a_limit_ends_them(monkeypatch):
+    with_limit = Worker(Place(limits=Limits(max_epochs=2)))
+    sampler = with_limit.sampler(10)
+    made = []
+    for epoch in with_limit.epochs(5):
+        made.append((epoch, len(list(sampler))))
+    assert made == [(0, 10), (1, 10)] and with_limit.should_stop
+    worker = Worker(Place())
+    assert list(worker.epochs(3)) == [0, 1, 2] and list(worker.epochs(0)) == []
+    with pytest.raises(InvalidArgument, match="-1 epochs cannot be made"):
+        next(worker.epochs(-1))
+
+
+def test_epochs_that_are_over_are_left_out_of_all_loops_and_samplers():
+    samples = made_samples(100, begins={0: (4, 20, 100)})
+    assert samples.begin_loop(3) == 4, "nothing is left of the first loop"
+    assert samples.begin_loop(2) == 1, "and one epoch of the second"
+    train, look = samples._samplers
+    assert (train.epoch, look.epoch) == (4, 4) and len(list(train)) == 40 and len(list(look)) == 50
+
+
+def test_the_first_empty_pass_says_why_and_what_to_write(capsys):
+    samples = made_samples(100, begins={0: (2, 0, 100)})
+    train = samples._samplers[0]
+    assert [len(list(train)) for _ in range(3)] == [0, 0, 50]
+    said = capsys.readouterr().err
+    assert said.count("epochs 0 to 1 are over") == 1 and "worker.epochs(n)" in said
+
+
+def test_a_data_set_that_has_changed_begins_its_epoch_again_with_a_warning():
+    with pytest.warns(UserWarning, match=r"has 90 samples, and had 100 before.*epoch 2 begins again"):
+        samples = made_samples(90, begins={0: (2, 20, 100)})
+    assert samples._samplers[0].position == (2, 0)
+
+
+# Samplers that somebody shares out once more
+
+
+class DistributedSampler:
+    """Has the name and the attribute by which torch's own and those derived from it are known."""
+
+    def __init__(self, sampler, num_replicas):
+        self.sampler, self.num_replicas = sampler, num_replicas
+
+    def __iter__(self):
+        return iter(list(self.sampler)[:: self.num_replicas])
+
+
+class BatchSamplerShard:
+    """The same for Accelerate's."""
+
+    def __init__(self, sampler, num_processes):
+        self.sampler, self.num_processes = sampler, num_processes
+
+    def __iter__(self):
+        for i, index in enumerate(self.sampler):
+            if i % self.num_processes == 0:
+                yield index
+
+
+@pytest.mark.parametrize("wrap", [DistributedSampler, BatchSamplerShard])
+def test_share_that_is_shared_out_again_is_refused(wrap):
+    def shard(world):
+        return Shard(12, rank=0, world=world, seed=(0,))
+
+    with pytest.raises(InvalidArgument, match=f"{wrap.__name__} shares these samples among 2 .*share of 3"):
+        list(wrap(shard(3), 2))
+    assert len(list(wrap(shard(3), 1))) == 4
+    assert len(list(wrap(shard(1), 2))) == 6  # all samples, which only the other library shares out

@@ -1,5 +1,6 @@
 """Settings from files and variables: which counts, and what is said of those that cannot be used."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from click.testing import CliRunner
 from maniple.cli import cli
 from maniple.errors import InvalidArgument
 from maniple.session import Configured
+from maniple.session.keys import OF_FOLDER, option_keys
+from tests.conftest import require
 
 
 @pytest.fixture(autouse=True)
@@ -281,9 +284,11 @@ def test_rule_of_older_systems_that_is_not_there_gives_the_ordinary_error():
 def test_host_that_starts_alone_listens_somewhere():
     write("session.yaml", "script: a.py\nsync_start: false")
     assert shown("session.yaml")["listen"] == ("127.0.0.1:0", "session.yaml:2")
-    write(".maniple.yaml", "listen: 0.0.0.0:7\ntls: true")
+    write(".maniple.yaml", "tls: true")
+    write("personal/maniple.yaml", "listen: 0.0.0.0:7")
     rows = shown("session.yaml")
-    assert (rows["listen"], rows["tls"]) == (("0.0.0.0:7", ".maniple.yaml:1"), ("true", ".maniple.yaml:2"))
+    assert rows["listen"][0] == "0.0.0.0:7" and rows["listen"][1].endswith("personal/maniple.yaml:1")
+    assert rows["tls"] == ("true", ".maniple.yaml:1")
     assert "script" not in rows
     with pytest.raises(InvalidArgument, match="starts no workers, but --workers 4"):
         shown("-n", "4", "session.yaml")
@@ -295,6 +300,69 @@ def test_one_file_serves_a_host_alone_too():
     assert rows["seed"] == ("5", "session.yaml:4")
     assert not {"script", "workers"} & rows.keys()
     assert "'train.py' is no session file" in refusal("", "train.py", command="serve")
+
+
+DOORS = [
+    ("controller", "early.py:Early"), ("feed", "produce.py"), ("hosts", "node-1"), ("listen", "0.0.0.0:29400"),
+    ("web_listen", "0.0.0.0"), ("web", "true"), ("model", "net.py:Net"), ("resume", "runs/x"), ("runs", "/srv/x"),
+    ("certificate", "c.pem"), ("key", "k.pem"), ("tls", "false"), ("circle", "torch"), ("max_memory", "1e6"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), DOORS)
+def test_file_that_nobody_has_named_opens_no_door(key, value, monkeypatch):
+    said = refusal(f"keep: 2\n{key}: {value}", "train.py", path=".maniple.yaml")
+    assert said.startswith(f".maniple.yaml:2: {key} ")
+    assert f"--{key.replace('_', '-')}" in said and "session.yaml" in said and "personal/maniple.yaml" in said
+    Path(".maniple.yaml").unlink()
+    write("personal/maniple.yaml", f"{key}: {value}")
+    shown("train.py") if key not in {"resume", "tls"} else None
+    Path("personal/maniple.yaml").unlink()
+    write("session.yaml", f"{'' if key == 'model' else 'script: train.py'}\n{key}: {value}")
+    assert shown("session.yaml")[key][1] == "session.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sbatch", "--wrap=x"), ("host_sbatch", "--wrap=x"), ("ray_address", "x:1")]
+)
+def test_file_that_nobody_has_named_gives_no_options_to_a_queue(key, value):
+    assert f"{key} runs code" in refusal(f"{key}: {value}", "train.py", path=".maniple.yaml", command="submit")
+
+
+def test_every_option_is_judged_before_a_found_file_may_set_it():
+    known = {
+        key for command in cli.commands.values() if isinstance(command, Configured) for key in option_keys(command)
+    }
+    assert known >= OF_FOLDER, "no key that has gone"
+    refused = known - OF_FOLDER
+    assert refused == {
+        "certificate", "circle", "controller", "feed", "from", "host_job", "host_sbatch", "hosts", "key", "listen",
+        "max_memory", "model", "ray", "ray_address", "resume", "runs", "sbatch", "slurm", "web", "web_listen",
+    }  # fmt: skip
+
+
+def test_control_characters_of_a_file_are_refused_with_their_line():
+    said = refusal('script: a.py\nname: "a\\nb"')
+    assert said.startswith("session.yaml:2: name 'a\\nb' holds the control character")
+    write("session.yaml", 'script: a.py\nargs: ["a\\nb"]')
+    assert shown("session.yaml")  # the script's own
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_found_file_that_others_can_write_is_ignored_with_a_warning(mode):
+    write(".maniple.yaml", "keep: 9\ncontroller: evil.py:Evil")
+    Path(".maniple.yaml").chmod(mode)
+    assert shown("train.py")["keep"][1] == "default"
+    said = call(cli, "run", "--show-settings", "train.py")
+    assert f"maniple: .maniple.yaml is ignored: others can write it (mode {mode:04o})" in said and "chmod go-w" in said
+
+
+def test_found_file_of_another_user_is_ignored_with_a_warning():
+    require("root", os.geteuid() == 0, "giving a file away needs root")
+    write(".maniple.yaml", "keep: 9")
+    os.chown(".maniple.yaml", 65534, 65534)
+    assert shown("train.py")["keep"][1] == "default"
+    assert "is ignored: it belongs to user 65534" in call(cli, "run", "--show-settings", "train.py")
 
 
 def test_help_needs_no_good_file():

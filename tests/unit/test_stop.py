@@ -18,9 +18,11 @@ def clock(monkeypatch):
     return now
 
 
-def test_stop_is_due_after_the_duration_and_stays_so(clock):
+def test_stop_is_due_after_the_duration_since_the_first_step_and_stays_so(clock):
     stop = StopAfter(60)
-    assert not stop.is_due
+    clock[0] += 1e6
+    assert not stop.is_due, "start-up does not count"
+    stop.stepped()
     clock[0] += 59.9
     assert not stop.is_due
     clock[0] += 0.1
@@ -31,11 +33,16 @@ def test_stop_is_due_after_the_duration_and_stays_so(clock):
 
 def test_worker_that_was_given_a_stop_stops_in_time(clock):
     worker = Worker(Place())
-    worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
+    replica = worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
     sampler = iter(worker.sampler(range(1000)))
-    assert not worker.should_stop
+    clock[0] += 1e6
+    assert not worker.should_stop, "no step was made"
     next(sampler)
-    clock[0] += 61
+    replica.step()
+    clock[0] += 30
+    replica.step()
+    assert not worker.should_stop
+    clock[0] += 31
     assert worker.should_stop
     assert len(list(sampler)) < 128  # it looks every 128 samples
 
@@ -49,7 +56,7 @@ def test_worker_without_a_stop_goes_on(clock):
 
 def test_second_share_without_a_stop_keeps_the_first_one_s(clock):
     worker = Worker(Place())
-    worker.share({"w": np.zeros(2)}, stop=StopAfter(60))
+    worker.share({"w": np.zeros(2)}, stop=StopAfter(60)).step()
     worker.share({"v": np.zeros(2)})
     clock[0] += 61
     assert worker.should_stop
@@ -63,5 +70,6 @@ def test_duration_that_is_not_above_0_is_refused(duration):
 
 def test_endless_duration_never_stops(clock):
     stop = StopAfter(math.inf)
+    stop.stepped()
     clock[0] += 1e12
     assert not stop.is_due

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.launch.board import Board
 from maniple.story import CENTER, Series, Story, look_back
 from maniple.story.clock import samples_at
 from maniple.story.lanes import Lane
@@ -92,6 +93,27 @@ def test_rates_split_and_staleness_of_a_worker(written):
     assert story.ages == {0: 1, 1: 0, 2: 1}
 
 
+def test_rows_in_several_files_tell_the_same_story(written):
+    for rank in (1, 10):
+        written.row(rank, "join", 0, node="a")
+        for at in range(1, 30):
+            written.progress(
+                rank, at, step=10 * at, samples=100 * at, exchanges=at, ages=[1, 2], staleness=1.0, bytes=at
+            )
+            written.row(rank, "log", at, step=10 * at, loss=1.0 / at)
+    written.row("host", "end", 40, exit_code=0)
+    whole = written.story()
+    for who, lines in ((1, 7), (10, 20), ("host", 1)):
+        written.divide(who, lines)
+    divided = written.story()
+    assert divided.totals() == whole.totals()
+    assert divided.standings == whole.standings and list(divided.standings) == [1, 10]
+    assert (divided.ages, divided.staleness, divided.host_exit_code) == (whole.ages, whole.staleness, 0)
+    for rank in (1, 10):
+        assert divided.logged.named["loss"][rank].points() == whole.logged.named["loss"][rank].points()
+        assert divided.lanes[rank].stretches.tolist() == whole.lanes[rank].stretches.tolist()
+
+
 def test_a_worker_that_died_and_came_back_keeps_what_it_had_done(written):
     written.row("server", "joined", 0, worker=0, live=1)
     written.row(0, "join", 0, node="a")
@@ -155,6 +177,18 @@ def test_a_worker_shares_by_the_rule_that_it_told_of_last(written):
     assert [row["event"] for row in story.happened] == ["changed"]
 
 
+def test_a_wait_is_over_with_the_next_step_and_one_event(written):
+    written.row(0, "join", 0)
+    written.progress(0, 1, step=10)
+    for seconds in (2.0, 4.0):
+        written.row(0, "waiting", 1 + seconds, **{"for": [1], "seconds": seconds})
+    assert written.story().standings[0].waiting == "waiting for worker 1 (4 s)"
+    written.progress(0, 6, step=11)
+    written.row(0, "waited", 6, **{"for": [1], "seconds": 5.0})
+    assert not (story := written.story()).standings[0].waiting
+    assert [row["event"] for row in story.happened] == ["waited"]
+
+
 def test_a_host_that_begins_again_has_new_workers(written):
     written.row("host", "start", 0, workers=1)
     written.row("server", "joined", 1, worker=0, live=1)
@@ -196,7 +230,7 @@ def test_totals_of_two_workers(written):
     totals = written.story().totals()
     assert (totals.workers, totals.live, totals.steps, totals.samples, totals.version) == (2, 2, 20, 200, 10)
     assert totals.samples_per_s == 200
-    assert totals.speedup == pytest.approx(2 * 0.8)  # one alone would have needed 0.8 s of compute for its 100
+    assert totals.busy_workers == pytest.approx(2 * 0.8)
     assert totals.goodput == pytest.approx(0.8)
     assert totals.sync_share == pytest.approx(0.2)
 
@@ -206,7 +240,7 @@ def test_workers_whose_speed_changes_are_never_more_than_they_are(written):
         written.row(rank, "join", 0)
         written.progress(rank, 1, step=10, samples=100, exchange=0.5)
         written.progress(rank, 2, step=110, samples=1100, exchange=0.6)
-    assert written.story().totals().speedup == pytest.approx(1.8)  # now, and not against how slow they were
+    assert written.story().totals().busy_workers == pytest.approx(1.8)  # now
 
 
 def test_time_of_the_dead_is_no_goodput(written):
@@ -226,7 +260,7 @@ def test_a_run_that_has_ended_shows_what_it_achieved(written):
         written.progress(rank, 2, step=10, samples=100 * (1 + rank), exchange=1.0)
         written.row("host", "exit", 2, worker=rank, exit_code=0)
     totals = written.story().totals()
-    assert (totals.live, totals.samples_per_s, totals.speedup) == (0, 150.0, pytest.approx(1.0))
+    assert (totals.live, totals.samples_per_s, totals.busy_workers) == (0, 150.0, pytest.approx(1.0))
 
 
 def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
@@ -240,10 +274,22 @@ def test_rounds_are_counted_once_and_exchanges_of_all_are_added(written):
 
 def test_a_run_of_which_nothing_is_known_yet(written):
     totals = written.story().totals()
-    assert (totals.workers, totals.speedup, totals.goodput, totals.elapsed_s) == (0, 0.0, 0.0, 0.0)
+    assert (totals.workers, totals.busy_workers, totals.goodput, totals.elapsed_s) == (0, 0.0, 0.0, 0.0)
 
 
 # Curves
+
+
+def test_values_logged_with_center_false_are_the_worker_s_own(written):
+    written.row(0, "join", 0)
+    written.row(0, "log", 1, step=1, loss=4.0, center=False)
+    written.row(0, "log", 2, step=1, loss=0.5, center=True)
+    story = written.story()
+    assert {rank: series.ys.tolist() for rank, series in story.logged.named["loss"].items()} == {
+        0: [4.0],
+        CENTER: [0.5],
+    }
+    assert story.standings[0].loss == 4.0
 
 
 def test_curves_of_workers_and_of_the_center(written):
@@ -325,13 +371,13 @@ def test_a_run_is_looked_back_on_when_all_have_ended(written):
         "samples",
     )
     assert found.split == pytest.approx({"compute": 6.0, "exchange": 2.0, "data": 0.0, "others": 0.0})
-    assert found.speedup == pytest.approx(1.5)  # one alone would make its 200 in 3 s
+    assert found.busy_workers == pytest.approx(1.5)  # 6 s of compute in 4 s
     assert story.shared["rule"] == "EASGD()"
 
 
 def test_nothing_is_looked_back_on_before_the_first_step(written):
     written.row(0, "join", 0)
-    assert (look_back(written.story()).rate, look_back(written.story()).speedup) == (0.0, 0.0)
+    assert (look_back(written.story()).rate, look_back(written.story()).busy_workers) == (0.0, 0.0)
 
 
 def test_staleness_is_the_mean_over_all_exchanges(written):
@@ -361,3 +407,106 @@ def test_samples_of_all_at_a_moment_are_those_of_each_added_up():
         seen[0].add([x], [first])
         seen[1].add([x], [second])
     assert samples_at(np.array([0.0, 5.0, 10.0, 20.0]), seen).tolist() == [0.0, 75.0, 150.0, 150.0]
+
+
+# A run that was resumed
+
+
+def write_two_lives(written, *, how="restored", end=None):
+    """1,000 samples in 10 s and 20 exchanges; 990 s later, resumed, as many once more."""
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.progress(0, 10, step=20, samples=1000, exchanges=20, elapsed=10.0)
+    if end is not None:
+        written.row("host", "end", 10, exit_code=end)
+    written.row("host", "start", 998, workers=1)
+    written.row("host", how, 998, updates=20, saved=T0 + 10.0)
+    written.row(0, "join", 1000)
+    written.progress(0, 1010, step=20, samples=1000, exchanges=20, elapsed=10.0)
+    return written
+
+
+@pytest.mark.parametrize("how", ["restored", "adopted"])
+def test_the_version_of_a_restored_center_counts_each_exchange_once(written, how):
+    assert write_two_lives(written, how=how).story().totals().version == 40
+
+
+def test_what_was_exchanged_after_the_snapshot_is_not_in_the_version_of_the_center_restored_from_it(written):
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.progress(0, 10, step=50, samples=1000, exchanges=50, elapsed=10.0)
+    story = written.story()
+    assert story.totals().version == 50
+    written.row("host", "start", 100, workers=1)
+    written.row("host", "restored", 100, updates=20, saved=T0 + 5.0)
+    written.row(0, "join", 101)
+    written.progress(0, 102, step=3, samples=30, exchanges=3, elapsed=1.0)
+    story.refresh()
+    assert story.totals().version == written.story().totals().version == 23, "read at once or bit by bit"
+
+
+def test_rounds_of_a_run_that_was_resumed_are_added_and_not_those_of_a_worker_that_came_back(written):
+    written.row("host", "start", 0, workers=2)
+    for rank in (0, 1):
+        written.row(rank, "join", 0)
+        written.progress(rank, 10, step=50, samples=100, rounds=50, elapsed=10.0)
+    written.row(1, "join", 11, restarts=1)
+    written.progress(1, 12, step=10, samples=20, rounds=60, elapsed=1.0)
+    assert written.story().totals().version == 60
+    written.row("host", "start", 100, workers=2)
+    written.row("host", "adopted", 100)
+    for rank in (0, 1):
+        written.row(rank, "join", 101)
+        written.progress(rank, 102, step=5, samples=10, rounds=5, elapsed=1.0)
+    assert written.story().totals().version == 65
+
+
+@pytest.mark.parametrize("end", [None, 130])
+def test_the_pause_before_a_run_was_resumed_is_no_time_of_the_run(written, end):
+    story = write_two_lives(written, end=end).story()
+    assert story.totals().elapsed_s == pytest.approx(20)
+    overall = look_back(story)
+    assert (overall.seconds, overall.rate) == pytest.approx((20, 100)), "2,000 samples in 20 s of training"
+    assert story.ran(np.array([T0 + 5, T0 + 10, T0 + 500, T0 + 1000, T0 + 1010])).tolist() == [5, 10, 10, 10, 20]
+
+
+def test_workers_that_train_on_without_their_host_make_no_pause(written):
+    written.row("host", "start", 0)
+    written.row(0, "join", 0)
+    for at in range(1, 21):
+        written.progress(0, at, step=at, samples=at, elapsed=float(at))
+    written.row("host", "start", 12)
+    written.row("host", "adopted", 12)
+    story = written.story()
+    assert story.totals().elapsed_s == pytest.approx(20, abs=1.01)
+    assert look_back(story).seconds == pytest.approx(20, abs=1.01)
+
+
+def test_the_exit_code_of_a_worker_that_failed_before_the_run_was_resumed_is_not_that_of_the_run(written):
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "join", 0)
+    written.row(0, "failed", 1, exit_code=4, error="of the first life")
+    assert written.story().exit_code == 4
+    written.row("host", "start", 10, workers=1)
+    written.row(0, "join", 11)
+    assert written.story().exit_code is None
+    written.row(0, "failed", 12, exit_code=3, error="of the second")
+    assert written.story().exit_code == 3
+
+
+def test_the_summary_of_a_resumed_run_divides_by_the_time_of_all_lives(written):
+    board = Board(write_two_lives(written).folder, 1)
+    board.refresh()
+    assert board.summary() == "40 steps, 2,000 samples in 20.0 s, 100 samples/s over 1 worker"
+
+
+def test_what_workers_printed_before_the_run_was_resumed_is_not_shown_again(written):
+    log = written.folder.log(0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("of the first life\ncut sh")
+    board = Board(written.folder, 1, from_now_on=True)
+    assert board.refresh() == []
+    with log.open("a") as file:
+        file.write("of the second\n")
+    assert board.refresh() == [(0, "of the second")]
+    assert "of the first life" not in board.last_words(0) and "of the second" in board.last_words(0)

@@ -1,17 +1,21 @@
 """Submissions: what cannot be asked of a queue, and that what was asked is found again in the run folder."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maniple.cli import cli
 from maniple.errors import InvalidArgument
 from maniple.host.gate import Listen
 from maniple.launch import Job
 from maniple.launch.room import Room
-from maniple.launch.slurm import Order, Resources
+from maniple.launch.slurm import Order, Resources, host_text, workers_text
 from maniple.launch.submission import Submission
 from maniple.place import Limits
 from maniple.wire.address import Address
@@ -30,9 +34,16 @@ from maniple.wire.address import Address
         (["submit", "--slurm", "-n", "2", "--walltime", "1:00", "train.py"], "is not longer than --leave-early 60"),
         (["submit", "--slurm", "-n", "2", "--resume", "odd/none", "train.py"], "is no run folder"),
         (["submit", "--slurm", "-n", "2", "--mem", "lots", "train.py"], "--mem lots is no size"),
-        (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "has several lines"),
+        (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "holds the control character"),
         (["submit", "--slurm", "-n", "2", "--rule", "bsp", "train.py"], "has all workers meet"),
         (["submit", "--slurm", "-n", "2", "none.py"], "there is no script"),
+        (
+            ["submit", "--slurm", "-n", "2", "--dry-run", "--name", "a\nb", "train.py"],
+            "--name 'a\\nb' holds the control",
+        ),
+        (["submit", "--slurm", "-n", "2", "--dry-run", "train.py", "a\nb"], "argument 'a\\nb' holds the control"),
+        (["run", "--name", "a\x1bb", "train.py"], "--name 'a\\x1bb' holds the control character"),
+        (["run", "--hosts", "a\x1bb", "train.py"], "holds the control character"),
         (["join", "--task", "127.0.0.1:1", "train.py"], "SLURM_ARRAY_TASK_ID is not set"),
     ],
 )
@@ -69,3 +80,50 @@ def test_room_on_a_ray_cluster_is_that_of_whole_workers_on_each_machine():
     assert Room(cpus=2).places(nodes) == 3
     assert Room(cpus=2, gpus=0.5).places(nodes) == 2
     assert Room(cpus=0, gpus=2).places(nodes) == 0
+
+
+PLAIN = Order(Resources(2), Path("/home/me/runs/one"), Path("/home/me"), Path("/opt/python"), ("train.py",))
+INJECTED = "x\n#SBATCH --wrap=evil\nrm -rf ~"
+
+
+@pytest.mark.parametrize("bad", [INJECTED, "a\rb", "a\0b", "a\x1b[2J", "a\x85b", "a\u2028b", "a\udc80b"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda bad: replace(PLAIN, run=Path("/home/me/runs") / bad),
+        lambda bad: replace(PLAIN, folder=Path("/home") / bad),
+        lambda bad: replace(PLAIN, python=Path("/opt") / bad),
+        lambda bad: replace(PLAIN, command=("train.py", bad)),
+        *(
+            lambda bad, name=name: replace(PLAIN, resources=Resources(2, **{name: bad}))
+            for name in ("allocation", "partition", "walltime", "mem")
+        ),
+        *(
+            lambda bad, name=name: replace(PLAIN, resources=Resources(2, **{name: (bad,)}))
+            for name in ("sbatch", "host_sbatch")
+        ),
+    ],
+    ids=["run", "folder", "python", "argument", "allocation", "partition", "walltime", "mem", "sbatch", "host_sbatch"],
+)
+def test_no_control_character_reaches_a_script_of_sbatch(order, bad):
+    for text in (workers_text, host_text):
+        with pytest.raises(InvalidArgument):
+            text(order(bad))
+
+
+def test_the_end_of_a_line_behind_a_size_is_refused():
+    with pytest.raises(InvalidArgument, match=r"--mem '4G\\n' holds the control character '\\n'.*Leave it out"):
+        Resources(2, mem="4G\n").check()
+
+
+def test_names_with_spaces_are_one_word_for_sbatch():
+    text = workers_text(replace(PLAIN, resources=Resources(2, partition='a --wrap="x', allocation="it's")))
+    assert '#SBATCH --partition="a --wrap=\\"x"' in text
+    assert '#SBATCH --account="it\'s"' in text
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" ")), max_size=4))
+def test_any_printable_argument_reaches_the_worker_as_it_is(words):
+    words = [word for word in words if word.isprintable() and "{rank}" not in word and "{world}" not in word]
+    text = workers_text(replace(PLAIN, command=("train.py", *words)))
+    assert shlex.split(text.splitlines()[-1])[-1 - len(words) :] == ["train.py", *words]

@@ -31,13 +31,26 @@ def test_who_was_started_again_is_told_apart():
     assert columns(Standing("training", lives=3))["state"] == "training (life 3)"
 
 
+def test_who_waits_says_for_whom_and_for_how_long():
+    one = Standing("training", samples_per_s=33.0)
+    one.wait({"event": "waiting", "for": [2], "seconds": 14.2})
+    assert columns(one)["state"] == "waiting for worker 2 (14 s)" and columns(one)["speed"] == "0 steps/s"
+    one.wait({"event": "waiting", "for": [0, 2], "seconds": 16.2})
+    assert columns(one)["state"] == "waiting for workers 0, 2 (16 s)"
+    one.wait({"event": "waited", "for": [0, 2], "seconds": 17.0})
+    assert columns(one)["state"] == "training"
+    one.wait({"event": "waiting", "for": [2], "seconds": 2.0})
+    one.turn("dead", 1.0)
+    assert columns(one)["state"] == "dead"
+
+
 def test_who_is_done_shows_its_mean_speed():
     assert columns(Standing("done", Counts(samples=500, elapsed_s=10.0)))["speed"] == "50 samples/s"
 
 
 def test_the_run_in_one_line():
-    totals = Totals(samples=9, samples_per_s=5000.4, speedup=3.71, goodput=0.934, version=12345)
-    assert total_line(totals) == ("5,000 samples/s, speed-up 3.71 over one worker, goodput 93%, center version 12,345")
+    totals = Totals(samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
+    assert total_line(totals) == "5,000 samples/s, busy 3.71 of 4 workers, goodput 93%, center version 12,345"
 
 
 def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():

@@ -149,9 +149,9 @@ def test_speed_ups_are_over_the_fastest_run_with_one_worker(make):
     assert curves == {"easgd": ([1, 1, 2], [0.5, 1.0, 1.8]), "bsp": ([1, 4], [1.0, 3.2])}
 
 
-def test_without_a_run_of_one_worker_the_smallest_is_the_baseline_and_it_is_said(make):
+def test_without_a_run_of_one_worker_the_smallest_is_the_baseline_and_it_is_no_speed_up(make):
     runs = opened(make("two", workers=2), make("four", workers=4))
-    assert overlay.baseline(runs).words == "2 workers, as no run with one was given"
+    assert overlay.baseline(runs).title == "speed over that of 2 workers, as no run with one was given"
     assert overlay.speedups(runs)[0].times == pytest.approx([1.0, 2.0])
 
 
@@ -172,7 +172,13 @@ def test_a_summary_has_the_numbers_of_a_run(make):
     runs = opened(make("one"), make("two", workers=2, rate=9))
     target = settle_target(runs, "loss", 2.0, None, window=1)
     one, two = summarize(runs, "loss", target=target, window=1)
-    assert (two.workers, two.rule, two.rate, two.speedup, two.is_estimate) == (2, "easgd", 18.0, 1.8, False)
+    assert (two.workers, two.rule, two.rate, two.speedup, two.busy_workers) == (
+        2,
+        "easgd",
+        18.0,
+        1.8,
+        pytest.approx(1.7),
+    )
     assert (two.sync_share, two.staleness, two.final, two.final_of, two.exit_code) == (
         pytest.approx(0.1), 2.0, 1.0, "workers", 0,
     )  # fmt: skip
@@ -186,10 +192,11 @@ def test_a_summary_has_the_numbers_of_a_run(make):
     )
 
 
-def test_a_speed_up_without_a_run_of_one_worker_is_called_an_estimate(make):
+def test_there_is_no_speed_up_without_a_run_of_one_worker(make):
     (two,) = summarize(opened(make(workers=2)), "loss")
-    assert two.is_estimate and two.speedup == pytest.approx(1.7)
-    assert cells(two, "loss", None)["speed-up"] == "1.70 (estimate)"
+    assert two.speedup is None and two.busy_workers == pytest.approx(1.7)
+    words = cells(two, "loss", None)
+    assert (words["speed-up"], words["busy workers"]) == ("–", "1.70")
 
 
 def test_what_never_happened_is_not_made_up(make):

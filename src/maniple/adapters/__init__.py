@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
-from maniple.adapters.arrays import Arrays
+from maniple.adapters.arrays import Arrays, Average, Gather
 from maniple.contracts import Array, Model, Part
 from maniple.errors import InvalidArgument
+from maniple.layout import Layout
 
 
 class Adapter(Model, Protocol):
@@ -21,6 +22,10 @@ class Adapter(Model, Protocol):
         """Call `act` before each step of the optimizer; gives back what undoes it."""
         ...
 
+    def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each forward pass that trains, where that can be seen; gives back what undoes it."""
+        ...
+
     @property
     def parameter_count(self) -> int:
         """How many of the entries, the first ones, are parameters."""
@@ -30,11 +35,20 @@ class Adapter(Model, Protocol):
         """Entry i is a buffer, such as the running statistics of a normalisation layer."""
         ...
 
-    def gradients(self, *, buffers: bool) -> "Flat":
-        """The gradients as flat vectors, with the floating-point buffers if they are to be averaged too."""
+    @property
+    def has_optimizer(self) -> bool:
+        """There is an optimizer, before whose steps `before_step` is called."""
         ...
 
-    def buckets(self, *, buffers: bool) -> "InBuckets | None":
+    def averaged_buffers(self, norm: str) -> list[int]:
+        """The entries that are buffers and averaged with the gradients, by this setting of the rule."""
+        ...
+
+    def gradients(self, *, norm: str) -> "Flat":
+        """The gradients as flat vectors, with the buffers that are averaged too."""
+        ...
+
+    def buckets(self, *, norm: str) -> "InBuckets | None":
         """The same, in parts that are complete one after the other; None where nothing tells when they are."""
         ...
 
@@ -55,7 +69,20 @@ class Adapter(Model, Protocol):
         """Give the optimizer such a state."""
         ...
 
-    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+    @property
+    def local_buffers(self) -> Sequence[str]:
+        """The names of floating-point buffers that are not shared, because they were not finite."""
+        ...
+
+    def refuse_wrapping(self) -> Callable[[], None]:
+        """Raise InvalidArgument when somebody wraps the model from now on; gives back what undoes it."""
+        ...
+
+    def before_foreign_step(self, act: Callable[[Sequence[Any]], None]) -> Callable[[], None]:
+        """Call `act` with the parameters of any other optimizer before its steps; gives back what undoes it."""
+        ...
+
+    def settle_moments(self, momentum: str, average: Average, gather: Gather) -> None:
         """The parameters are averaged: "keep" the optimizer's moments, "average" them too, or "reset" them."""
         ...
 
@@ -64,7 +91,20 @@ class Flat(Protocol):
     """Gradients that are averaged in flat vectors."""
 
     @property
+    def layout(self) -> Layout:
+        """The entries of the vectors."""
+        ...
+
+    @property
     def sizes(self) -> dict[str, int]: ...
+    def begin(self) -> None:
+        """Training begins, or goes on from here."""
+        ...
+
+    def owns(self, parameters: Sequence[Any]) -> bool: ...
+    def on_gradient(self, act: Callable[[], None]) -> Callable[[], None]: ...
+    def spoil(self, entry: int) -> bool: ...
+    def drop(self) -> None: ...
     def place(self, flat: dict[str, Any]) -> None: ...
     @property
     def are_delivered(self) -> bool:

@@ -1,6 +1,6 @@
 """A dict of NumPy arrays as a model. The arrays are changed in place."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,9 @@ import numpy as np
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, flat_dtype
+
+Average = Callable[[Array, bool], None]  # averages an array over the workers in place; False: without one's own
+Gather = Callable[[bytes], list[bytes]]  # what each worker says
 
 
 class Arrays:
@@ -53,14 +56,26 @@ class Arrays:
         del i
         return False
 
-    def gradients(self, *, buffers: bool) -> "Given":
+    has_optimizer = False
+
+    def averaged_buffers(self, norm: str) -> list[int]:
+        """There are none."""
+        del norm
+        return []
+
+    def gradients(self, *, norm: str) -> "Given":
         """Flat vectors for the gradients that the loop passes to replica.reduce(gradients)."""
-        del buffers
+        del norm
         return Given(self.entries)
 
-    def buckets(self, *, buffers: bool) -> None:
+    def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
+        """The loop's forward pass is its own."""
+        del act
+        return lambda: None
+
+    def buckets(self, *, norm: str) -> None:
         """The loop has all gradients at once."""
-        del buffers
+        del norm
 
     @property
     def device(self) -> str:
@@ -72,6 +87,17 @@ class Arrays:
         del total
         raise InvalidArgument('norm="synchronised" is for torch modules; a dict of arrays has no layers. Leave it out.')
 
+    local_buffers: Sequence[str] = ()
+
+    def refuse_wrapping(self) -> Callable[[], None]:
+        """Nobody wraps a dict of arrays."""
+        return lambda: None
+
+    def before_foreign_step(self, act: Callable[[Sequence[Any]], None]) -> Callable[[], None]:
+        """No optimizer of a framework trains arrays."""
+        del act
+        return lambda: None
+
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """There is no optimizer."""
         return {}, {}
@@ -79,7 +105,7 @@ class Arrays:
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         """There is no optimizer."""
 
-    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+    def settle_moments(self, momentum: str, average: "Average", gather: "Gather") -> None:
         """There is no optimizer."""
 
     def begin(self) -> None:
@@ -120,26 +146,49 @@ class Given:
     """The gradients of a dict of arrays, as the loop passes them."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._layout = Layout(entries)
+        self.layout = Layout(entries)
         self._views: list[Array] = []
 
     @property
     def sizes(self) -> dict[str, int]:
         """The lengths of the flat vectors."""
-        return self._layout.sizes
+        return self.layout.sizes
 
     def place(self, flat: dict[str, Any]) -> None:
         """Use these vectors."""
-        self._views = self._layout.views(flat)
+        self._views = self.layout.views(flat)
 
     @property
     def are_delivered(self) -> bool:
         """The loop knows."""
         return True
 
+    def begin(self) -> None:
+        """There are no buffers to note."""
+
+    def owns(self, parameters: Iterable[Any]) -> bool:
+        """No optimizer of a framework trains arrays."""
+        del parameters
+        return False
+
+    def on_gradient(self, act: Callable[[], None]) -> Callable[[], None]:
+        """The loop makes the gradients."""
+        del act
+        return lambda: None
+
+    def spoil(self, entry: int) -> bool:
+        """The loop takes the gradients at once, so nothing may pass that is not finite."""
+        del entry
+        return False
+
+    def drop(self) -> None:
+        """Nobody had anything to give: all gradients are zero."""
+        for view in self._views:
+            view[:] = 0
+
     def collect(self, given: Mapping[str, Array] | None = None) -> None:
         """Bring the gradients into the vectors."""
-        for entry, view in zip(self._layout.entries, self._views, strict=True):
+        for entry, view in zip(self.layout.entries, self._views, strict=True):
             value = None if given is None else given.get(entry.name)
             if value is None or np.shape(value) != entry.shape:
                 raise InvalidArgument(
@@ -151,7 +200,7 @@ class Given:
     def deliver(self, given: Mapping[str, Array] | None = None) -> None:
         """Write the average over them."""
         assert given is not None
-        for entry, view in zip(self._layout.entries, self._views, strict=True):
+        for entry, view in zip(self.layout.entries, self._views, strict=True):
             given[entry.name][...] = view.reshape(entry.shape)
 
 

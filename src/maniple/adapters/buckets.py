@@ -7,7 +7,7 @@ The last parameters have their gradients first. A bucket is given away when it a
 left when the pass ends, such as parameters that were not used, is brought by `collect`.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,13 @@ _engine: Any = getattr(torch.autograd.Variable, "_execution_engine")  # noqa: B0
 class Buckets(Gradients):
     """Gradients that tell when a part of them is complete."""
 
-    def __init__(self, module: nn.Module, *, buffers: bool, trained: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        buffers: Mapping[str, Callable[[], Tensor]],
+        trained: Callable[[], Iterable[Tensor]],
+    ) -> None:
         super().__init__(module, buffers=buffers, trained=trained)
         size_bytes = _SIZE_BYTES.get(self._parameters[0].device.type, _SIZE_BYTES["cpu"])
         self._buckets = self._cut(size_bytes)
@@ -36,7 +42,7 @@ class Buckets(Gradients):
     @property
     def parts(self) -> list[Part]:
         """Where the buckets lie, in their order, and then the rest."""
-        places = self._layout.places
+        places = self.layout.places
         buckets = [(places[bucket[0]][0], places[bucket[-1]][1], places[bucket[0]][2]) for bucket in self._buckets]
         ends = {dtype: stop for dtype, _, stop in places[: len(self._parameters)]}
         rest = [(dtype, ends.get(dtype, 0), size) for dtype, size in self.sizes.items()]
@@ -89,7 +95,7 @@ class Buckets(Gradients):
             return
         if i in self._arrived:
             raise InvalidArgument(
-                f"{self._layout.entries[i].name!r} has a second gradient in one round: the backward pass before has "
+                f"{self.layout.entries[i].name!r} has a second gradient in one round: the backward pass before has "
                 "not come to its end, but other workers may have its gradients already. End the worker, or use "
                 "BSP(overlap=False)."
             )
@@ -108,7 +114,7 @@ class Buckets(Gradients):
         buckets: list[list[int]] = []
         dtype, filled_bytes = "", 0
         for i in reversed(range(len(self._parameters))):
-            its_dtype, start, stop = self._layout.places[i]
+            its_dtype, start, stop = self.layout.places[i]
             if its_dtype != dtype or filled_bytes >= size_bytes:
                 buckets.append([])
                 dtype, filled_bytes = its_dtype, 0

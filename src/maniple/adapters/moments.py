@@ -2,11 +2,13 @@
 
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from maniple.adapters.arrays import Average, Gather
 from maniple.contracts import Array
 from maniple.layout import dtype_name
 
@@ -33,17 +35,44 @@ def packed(optimizer: Optimizer) -> tuple[dict[str, Array], Plain]:
     return arrays, plain
 
 
-def moments(optimizer: Optimizer) -> list[Tensor]:
-    """The floating-point state that has its parameter's shape, in the order of the parameters."""
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            known: dict[str, Any] = optimizer.state.get(parameter, {})
-            for key in sorted(known):
-                value = known[key]
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                    found.append(value)
+def moments(optimizer: Optimizer) -> dict[tuple[int, str], Tensor]:
+    """The floating-point state that has its parameter's shape, by the parameter's number and the state's name."""
+    found: dict[tuple[int, str], Tensor] = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        known: dict[str, Any] = optimizer.state.get(parameter, {})
+        for key in sorted(known):
+            value = known[key]
+            is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            if is_like_it and key != "step":  # which has the shape of a scalar parameter
+                found[number, key] = value
     return found
+
+
+def average_moments(optimizer: Optimizer, average: Average, gather: Gather) -> None:
+    """Average the moments of each parameter over the workers that have some.
+
+    Optimizers make a parameter's state with its first gradient, so workers that train different layers have different
+    state: all say first which they have. Who has none, or none that is finite, takes part without weight.
+    """
+    own, parameters = moments(optimizer), _parameters(optimizer)
+    mine = [(number, key, _flat_dtype(tensor)) for (number, key), tensor in own.items()]
+    said = [msgspec.json.decode(one, type=list[tuple[int, str, str]]) for one in gather(msgspec.json.encode(mine))]
+    for number, key, dtype in sorted({one for each in said for one in each}):
+        tensor = own.get((number, key))
+        if tensor is None:
+            average(np.zeros(parameters[number].numel(), dtype), False)
+            continue
+        flat = tensor.to("cpu", getattr(torch, dtype), copy=True).contiguous().view(-1)
+        average(flat.numpy(), bool(flat.isfinite().all()))
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _flat_dtype(tensor: Tensor) -> str:
+    return "float64" if tensor.dtype == torch.float64 else "float32"
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unpack(optimizer: Optimizer, arrays: dict[str, Array], plain: Plain) -> None:
@@ -72,11 +101,20 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+# What files of tensors have no name for, and what it is written as.
+_WRITTEN = {"bfloat16": torch.int16, "float16": torch.int16, "bool": torch.uint8, "complex64": torch.float32,
+            "complex128": torch.float64}  # fmt: skip
+
+
 def _to_array(tensor: Tensor) -> Array:
     tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    if (dtype := _WRITTEN.get(dtype_name(tensor))) is None:
+        return tensor.numpy()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(dtype)).numpy()
 
 
 def _to_tensor(array: Array, dtype: str) -> Tensor:
     tensor = torch.from_numpy(np.array(array))
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    if dtype_name(tensor) == dtype:
+        return tensor
+    return torch.view_as_complex(tensor) if dtype.startswith("complex") else tensor.view(getattr(torch, dtype))

@@ -39,6 +39,12 @@ def synchronise(module: nn.Module, total: Total) -> Callable[[], None]:
     return undo
 
 
+def normed_buffers(module: nn.Module) -> set[str]:
+    """The names of the statistics that synchronised batch-norm layers compute over all workers."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    return {f"{name}.{own}".lstrip(".") for name, layer in layers for own, _ in layer.named_buffers(recurse=False)}
+
+
 class _Held:
     """The sum over all workers, which copies of a model have in common."""
 

@@ -12,16 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from maniple.adapters.arrays import Average, Gather
 from maniple.adapters.buckets import Buckets
 from maniple.adapters.gradients import Gradients
-from maniple.adapters.moments import moments, packed, unpack
-from maniple.adapters.norm import synchronise
+from maniple.adapters.moments import average_moments, moments, packed, unpack
+from maniple.adapters.norm import normed_buffers, synchronise
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, dtype_name, flat_dtype
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 class Module:
@@ -31,7 +36,7 @@ class Module:
         self, module: nn.Module, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True
     ) -> None:
         _refuse_wrapped(module)
-        self._module, self._has_buffers = module, buffers
+        self._module = module
         self._optimizer = _checked(optimizer)
         if state and optimizer is None:
             raise InvalidArgument(f"state={tuple(state)!r} was asked for without an optimizer. Pass the optimizer too.")
@@ -49,16 +54,20 @@ class Module:
                 )
             self._append(name, parameter, lookup)
         self.parameter_count = len(self.entries)
+        self.local_buffers: list[str] = []
         for name, buffer in module.named_buffers() if buffers else ():
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not buffer.isfinite().all():  # a mask of -inf, which has no mean
+                self.local_buffers.append(name)
+            elif buffer.is_floating_point():
                 self._append(name, buffer, _lookup(module, name))
         self._first_state = len(self.entries)
         if self._optimizer is not None:
-            ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+            ours = {id(p) for p in self._trained()}
             for key in state:
                 for name, (lookup, parameter) in parameters.items():
                     if id(parameter) in ours:
                         self._append(f"{key}.{name}", parameter, self._state(lookup, key))
+        self._trained_ids = {id(p) for p in self._trained()}
         self._dtypes = [getattr(torch, flat_dtype(entry)) for entry in self.entries]
         self._values: list[Tensor] = []  # of this pass
         self._staged: dict[int, Tensor] = {}
@@ -72,6 +81,8 @@ class Module:
             return lambda: None
 
         def after_step(*_: Any) -> None:
+            _refuse_wrapped(self._module)  # fully_shard changes the module itself
+            self._refuse_unknown()
             if self._late:
                 self._deliver()
             act()
@@ -93,17 +104,82 @@ class Module:
 
         return self._optimizer.register_step_pre_hook(before_step).remove
 
+    def on_forward(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Call `act` before each forward pass of the module in training mode and with gradients; gives back what
+        undoes it.
+
+        What is compiled with the module does not call it.
+        """
+        return self._module.register_forward_pre_hook(_Forward(act)).remove
+
+    def refuse_wrapping(self) -> Callable[[], None]:
+        """Raise InvalidArgument when somebody wraps the module from now on; gives back what undoes it."""
+        module = self._module
+
+        def hook(parent: nn.Module, _: str, child: nn.Module | None) -> None:
+            wrapper = _wrapper(type(parent))
+            if wrapper and child is not None and any(part is module for part in child.modules()):
+                raise InvalidArgument(
+                    f"the model is being wrapped in {wrapper} after share(), but is averaged already: gradients would "
+                    "be averaged twice, or parameters be sharded. Leave the wrapper out: no "
+                    "DistributedDataParallel(model), no accelerator.prepare(model). Or leave share() out."
+                )
+
+        return register_module_module_registration_hook(hook).remove
+
+    def before_foreign_step(self, act: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
+        """Call `act` with the parameters of any other optimizer before its steps; gives back what undoes it."""
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer is not self._optimizer:
+                act([p for group in optimizer.param_groups for p in group["params"]])
+
+        return register_optimizer_step_pre_hook(before_step).remove
+
+    @property
+    def has_optimizer(self) -> bool:
+        """There is an optimizer, before whose steps `before_step` is called."""
+        return self._optimizer is not None
+
     def is_buffer(self, i: int) -> bool:
         """Entry i is neither a parameter nor optimizer state."""
         return self.parameter_count <= i < self._first_state
 
-    def gradients(self, *, buffers: bool) -> Gradients:
-        """The gradients as flat vectors."""
-        return Gradients(self._module, buffers=buffers and self._has_buffers, trained=self._trained)
+    def averaged_buffers(self, norm: str) -> list[int]:
+        """All of them; none if they are local, and of a synchronised norm those that it does not compute itself."""
+        if norm == "local":
+            return []
+        synchronised = normed_buffers(self._module) if norm == "synchronised" else set[str]()
+        return [i for i in range(self.parameter_count, self._first_state) if self.entries[i].name not in synchronised]
 
-    def buckets(self, *, buffers: bool) -> Buckets:
+    def gradients(self, *, norm: str) -> Gradients:
+        """The gradients as flat vectors."""
+        return Gradients(self._module, buffers=self._averaged(norm), trained=self._trained)
+
+    def buckets(self, *, norm: str) -> Buckets:
         """The same, in parts that are complete one after the other."""
-        return Buckets(self._module, buffers=buffers and self._has_buffers, trained=self._trained)
+        return Buckets(self._module, buffers=self._averaged(norm), trained=self._trained)
+
+    def _averaged(self, norm: str) -> dict[str, Callable[[], Tensor]]:
+        return {self.entries[i].name: functools.partial(self._tensor, i) for i in self.averaged_buffers(norm)}
+
+    def _refuse_unknown(self) -> None:
+        """Raise InvalidArgument if the optimizer trains a parameter that was no part of the model when it was shared.
+
+        Parameters that it trained beside the model then are the script's own, and one that has taken the place of a
+        shared one is shared under its name.
+        """
+        news = [p for p in self._trained() if id(p) not in self._trained_ids and p.grad is not None]
+        if news:
+            names = {id(p): name for name, p in self._module.named_parameters()}
+            shared = {entry.name for entry in self.entries[: self.parameter_count]}
+            if unknown := [p for p in news if names.get(id(p)) not in shared]:
+                raise InvalidArgument(
+                    f"{names.get(id(unknown[0]), 'a parameter of the optimizer')!r} is trained but not shared: it was "
+                    f"added to the optimizer after share(), where the model had {self.parameter_count} parameters. "
+                    "Share the model after it is built, with all parameters in the optimizer."
+                )
+            self._trained_ids |= {id(p) for p in news}
 
     def _trained(self) -> Iterator[Tensor]:
         """The parameters that the optimizer changes."""
@@ -122,25 +198,28 @@ class Module:
 
     def optimizer_state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """The optimizer's state as named arrays and plain values."""
-        return ({}, {}) if self._optimizer is None else packed(self._optimizer)
+        if self._optimizer is None:
+            return {}, {}
+        arrays, plain = packed(self._optimizer)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        plain["kind"] = type(self._optimizer).__name__
+        plain["parameters"] = [[names.get(id(one), ""), list(one.shape)] for one in self._trained()]
+        return arrays, plain
 
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         """Give the optimizer such a state."""
         if self._optimizer is not None:
             unpack(self._optimizer, arrays, plain)
 
-    def settle_moments(self, momentum: str, average: Callable[[Array], None]) -> None:
+    def settle_moments(self, momentum: str, average: Average, gather: Gather) -> None:
         """Average the optimizer's moments, or set them to zero; each worker may also keep its own."""
         if self._optimizer is None or momentum == "keep":
             return
-        for tensor in moments(self._optimizer):
-            if momentum == "reset":
-                tensor.zero_()
-            else:
-                dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-                flat = tensor.to("cpu", dtype, copy=True).contiguous().view(-1)
-                average(flat.numpy())
-                tensor.copy_(flat.view(tensor.shape))
+        if momentum == "average":
+            average_moments(self._optimizer, average, gather)
+            return
+        for tensor in moments(self._optimizer).values():
+            tensor.zero_()
 
     def begin(self) -> None:
         """Bring what lies on a GPU into pinned host memory, all copies in flight at once."""
@@ -233,6 +312,29 @@ class Module:
                     target.copy_(value)
 
 
+class _Forward:
+    """The forward hook of a shared module. Copies of the module, by pickle or deepcopy, have one that does nothing."""
+
+    def __init__(self, act: Callable[[], None] | None = None) -> None:
+        self._act = act
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # a constant there, so that nothing of this hook is compiled
+            return
+        if self._act is not None and module.training and torch.is_grad_enabled():
+            self._act()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Forward, ()
+
+    @property
+    def __name__(self) -> str:  # only torch.jit.script asks for it
+        raise AttributeError(
+            "a model that is shared has a forward hook, which torch.jit.script cannot compile. Call worker.leave() "
+            "before, or use torch.compile or torch.export."
+        )
+
+
 def _pinned(size: int, dtype: str) -> Tensor:
     """A host buffer that a GPU can copy to by itself; an ordinary one, slower, if the system refuses to pin."""
     try:
@@ -252,12 +354,17 @@ def _part(owner: Any, name: str) -> Any:
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    for wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
-        if any(kind.__name__ == wrapper for kind in type(module).__mro__):
-            raise InvalidArgument(
-                f"the model is wrapped in {wrapper}, which averages or shards it already: it would be averaged twice. "
-                "Share the module itself (model.module), and leave the wrapper out."
-            )
+    if wrapper := _wrapper(type(module)):
+        raise InvalidArgument(
+            f"the model is wrapped in {wrapper}, which averages or shards it already: it would be averaged twice. "
+            "Share the module itself (model.module), and leave the wrapper out."
+        )
+
+
+@functools.cache
+def _wrapper(kind: type[nn.Module]) -> str:
+    """The name of the class by which this one averages or shards a module among processes; empty if it does not."""
+    return next((name for name in _WRAPPERS if any(base.__name__ == name for base in kind.__mro__)), "")
 
 
 def _checked(optimizer: Any) -> Optimizer | None:

@@ -2,22 +2,26 @@
 
 import hashlib
 import re
+from contextlib import suppress
 
+import msgspec
 import numpy as np
 
 from maniple.center.segment import Segment
 from maniple.center.shared import Shared
 from maniple.contracts import Array, Entry
-from maniple.errors import BadFrame
+from maniple.errors import BadFrame, InvalidArgument
 from maniple.layout import Layout
 
 _CENTER = re.compile("center-[0-9]{1,4}")
+DAMAGED = (InvalidArgument, msgspec.MsgspecError, ValueError, TypeError, IndexError)  # what opening such a file raises
+ARRAY_FILE = "array-"
 ARRAY = "array:"  # before the name of an array, where a center is named
 
 
 def array_file(name: str) -> str:
     """The file of a named array, whose name may hold anything."""
-    return "array-" + hashlib.sha256(name.encode()).hexdigest()[:24]
+    return ARRAY_FILE + hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
 def center_file(name: str) -> str:
@@ -31,11 +35,12 @@ def center_file(name: str) -> str:
 
 def array_names(segment: Segment) -> list[str]:
     """The names of all arrays in a segment."""
-    opened = [Shared.open(segment, path) for path in segment.path.glob("array-*")]
     names: list[str] = []
-    for center in filter(None, opened):
-        names.append(center.layout.entries[0].name)
-        center.close()
+    for path in segment.path.glob("array-*"):  # one after the other: there may be more than a process may open
+        with suppress(*DAMAGED):
+            if (center := Shared.open(segment, path)) is not None:
+                names.append(center.layout.entries[0].name)
+                center.close()
     return sorted(names)
 
 

@@ -10,6 +10,7 @@ Rank 0 has the cursors of samplers besides, and each rank a lock for those of it
 rank that has failed, and a rank that is not heard of any more is named.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -59,6 +60,7 @@ class Job:
         self._windows: list[Window] = []
         self.ledger = self.new_window(_CURSORS if self.rank else _ROWS + _COLUMNS * WORD * self.size)
         self._heard: list[tuple[int, float]] = [(-1, 0.0)] * self.size  # the last beat of each, and when it came
+        self._awake = Patience(math.inf)  # its time stands still while this process is stopped
         self._ending = threading.Event()
         nap_s = _BEAT_S / 2 if self.local_size == self.size else _PROGRESS_S
         self._pulse = threading.Thread(target=self._beat, args=(nap_s,), name="maniple-pulse", daemon=True)
@@ -99,7 +101,7 @@ class Job:
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here as often as this one."""
         self.tell(MET, goal := int(self._row[MET]) + 1)
-        begin = time.monotonic()
+        patience = Patience(self.deadline_s)
         for rows in self.looks():
             missing = [rank for rank in range(self.size) if rows[rank, MET] < goal]
             if not missing:
@@ -110,7 +112,7 @@ class Job:
                     f"come to {what}, where worker {self.rank} waits. All ranks of an MPI job make the same calls of "
                     "share(): look at what that worker printed."
                 )
-            if time.monotonic() - begin > self.deadline_s:
+            if patience.is_over():
                 raise WaitedTooLong(
                     f"worker {', '.join(map(str, missing))} did not come within {self.deadline_s:g} s to {what}, where "
                     f"worker {self.rank} waits. Look at what it does; raise MANIPLE_CIRCLE_DEADLINE if it needs longer."
@@ -171,7 +173,8 @@ class Job:
                 self.comm.Iprobe()  # any call lets MPI serve those who read and write this rank's memory
 
     def _mind_silence(self, rows: Array, ranks: Sequence[int]) -> None:
-        now = time.monotonic()
+        self._awake.is_over()
+        now = self._awake.waited_s
         for rank in ranks:
             if rows[rank, BEAT] != self._heard[rank][0]:
                 self._heard[rank] = int(rows[rank, BEAT]), now

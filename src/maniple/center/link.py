@@ -121,16 +121,6 @@ class Link:
             self._pause_s = _SHORTEST_PAUSE_S
         return self._stream
 
-    def wait(self, deadline: float) -> Stream:
-        """The connection, waited for until `deadline` (of time.monotonic). HostAway after it."""
-        while True:
-            try:
-                return self.stream()
-            except HostAway:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(max(0.0, min(0.02, self._next_try - time.monotonic())) or 0.01)
-
     def drop(self, reason: str = "the connection broke") -> None:
         """Give a broken connection up."""
         if self._stream is not None:

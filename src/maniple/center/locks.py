@@ -8,6 +8,7 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 import struct
 import time
 import weakref
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maniple.errors import WaitedTooLong
+from maniple.errors import InvalidArgument, WaitedTooLong
 
 _FLOCK = struct.Struct("hhqqi4x")
 _BUSY = (errno.EAGAIN, errno.EACCES)
@@ -29,7 +30,7 @@ class ByteLocks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
         _opened.add(self)
 
     def take(self, byte: int) -> bool:
@@ -73,6 +74,33 @@ class ByteLocks:
             self._file = -1
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user's own; InvalidArgument if it is a link, or somebody else's.
+
+    What is opened is checked, not what had that name before: nobody can change it in between.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, or a socket or pipe
+            raise InvalidArgument(f"{path} is no file of maniple's, but a link or a socket. Remove it.") from None
+        raise
+    about = os.fstat(file)
+    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
+        return file
+    os.close(file)
+    raise InvalidArgument(
+        f"{path} belongs to user {about.st_uid} or is no regular file, and this process is of user {os.getuid()}, so "
+        "it is not used. Let its owner remove it, or set MANIPLE_SHM to another folder."
+    )
+
+
+def read_own(path: Path) -> bytes:
+    """What stands in a regular file of this user's own."""
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
 def is_locked(file: int, byte: int) -> bool:
     """Somebody who has opened a file elsewhere holds one byte of it."""
     answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
@@ -91,19 +119,35 @@ def held(path: Path, *, timeout_s: float, what: str) -> Generator[None]:
 
 
 class Patience:
-    """A wait with a deadline: short sleeps that grow, from 20 microseconds to 2 milliseconds."""
+    """A wait for another process, with a deadline. The time for which this process was stopped does not count.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._since = time.monotonic()
+    The clock goes on while a process is stopped (SIGSTOP, a suspended job), so the wait is measured from one look to
+    the next: more than `slice_s` between two looks counts as `slice_s`. After such a gap the wait is not over before
+    another look: what was waited for may have come meanwhile.
+
+    Args:
+        timeout_s: the deadline; inf if the time is only measured.
+        slice_s: longer than the process may be blocked, or sleep, from one look to the next.
+    """
+
+    def __init__(self, timeout_s: float, *, slice_s: float = 1.0) -> None:
+        self._timeout_s, self._slice_s = timeout_s, slice_s
+        self._looked = time.monotonic()
         self._sleep_s = 20e-6
+        self.waited_s = 0.0  # so far, up to the last look
+
+    def is_over(self) -> bool:
+        """The deadline has passed. Asked after each look at what is waited for, which was in vain."""
+        now = time.monotonic()
+        gap_s, self._looked = now - self._looked, now
+        self.waited_s += min(gap_s, self._slice_s)
+        return self.waited_s > self._timeout_s and gap_s <= self._slice_s
 
     def wait(self, what: str) -> None:
-        """Sleep a little; raise WaitedTooLong, saying `what` was waited for, past the deadline."""
-        waited_s = time.monotonic() - self._since
-        if waited_s > self._timeout_s:
+        """Sleep a little, 20 microseconds at first and up to 2 milliseconds later; WaitedTooLong past the deadline."""
+        if self.is_over():
             raise WaitedTooLong(
-                f"waited {waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
+                f"waited {self.waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
                 "Its holder is alive but does not go on: look whether it is stopped or swapping."
             )
         time.sleep(self._sleep_s)

@@ -88,6 +88,11 @@ class Memory:
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
+def file_bytes(layout: Layout) -> int:
+    """The size of the file of a center with these parameters."""
+    return _offsets(layout)[1]
+
+
 def require_finite(entry: Entry, value: Array) -> None:
     """Raise InvalidArgument if a model with this value cannot become the center."""
     if value.dtype.kind in "fc" and not np.isfinite(value).all():

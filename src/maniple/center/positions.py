@@ -50,4 +50,5 @@ def _inside(entry: Entry, axis: int, indices: Array) -> Array:
     if indices.min() < -size or indices.max() >= size:
         wrong = indices.min() if indices.min() < -size else indices.max()
         raise InvalidArgument(f"index {wrong} lies outside of axis {axis} of {entry}, which has {size} elements.")
-    return np.where(indices < 0, indices + size, indices).astype(np.int64)
+    whole = indices.astype(np.int64)  # before the sum, which a short dtype cannot hold
+    return np.where(whole < 0, whole + size, whole)

@@ -9,33 +9,42 @@
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
                            array-*   a named array
-                           stage-*   what one remote worker has under way
+                           stage-*   what one remote worker has under way, while it is connected
+                           words     how far the contributions of each remote worker are in the center
                            feed-*/   a queue of batches
                            circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the network side; saving: by who writes a snapshot, and how many are kept
-                           restored  if the center began again from a snapshot
+                           restored  if the center began again from a snapshot; resumed: workers may continue with
+                                     the optimizer state they have saved
+                           position-* where each worker with fixed shares is in the data
+                           saves     touched when a snapshot is begun, by which workers save their optimizer state
 """
 
 import mmap
 import os
 import re
 import shutil
+import stat
 import struct
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from maniple.center.locks import ByteLocks, Patience, is_locked
+from maniple.center.locks import ByteLocks, Patience, is_locked, open_own
+from maniple.center.memory import Memory
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
+from maniple.record.folder import Folder
 
 NEVER, LIVE, LEFT, DEAD = range(4)
 MAX_WORKERS = 4096
 _PREFIX = "maniple-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")  # only what a host has made is ever removed
+_LINEAGE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAKING = "making"
 _YOUNG_S = 60  # a segment without content may be in the making for so long
 _WORD = struct.Struct("<I")
@@ -50,7 +59,8 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with (path / "members").open("r+b") as file:
+            check_own(path)
+            with os.fdopen(open_own(path / "members", os.O_RDWR), "r+b") as file:
                 self._members = mmap.mmap(file.fileno(), _MEMBERS_BYTES)
         except FileNotFoundError:
             raise InvalidArgument(
@@ -66,8 +76,10 @@ class Segment:
         throws it away.
         """
         path = segment_path(root, lineage)
-        if (path / _MAKING).exists():
-            _discard(path)
+        with suppress(FileNotFoundError):
+            check_own(path)
+            if (path / _MAKING).exists():
+                _discard(path)
         try:
             path.mkdir(mode=0o700)
             if is_making:
@@ -122,8 +134,11 @@ class Segment:
     @classmethod
     def is_there(cls, root: Path, lineage: str) -> bool:
         """A host has made the segment of this lineage, and it was not removed."""
-        path = root / f"{_PREFIX}{lineage}"
-        return (path / "members").exists() and not (path / _MAKING).exists()
+        path = segment_path(root, lineage)
+        with suppress(FileNotFoundError):
+            check_own(path)
+            return (path / "members").exists() and not (path / _MAKING).exists()
+        return False
 
     def made(self) -> None:
         """All is in it now."""
@@ -205,7 +220,7 @@ class Segment:
 def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
     """Remove the segments whose hosts are dead, after `salvage(segment, run folder)`. Gives what was removed.
 
-    What cannot be saved, for want of disk space say, is left where it is.
+    What cannot be saved, for want of disk space say or because the run folder is gone, is left where it is.
     """
     removed: list[Path] = []
     for path in root.glob(f"{_PREFIX}*"):
@@ -220,6 +235,10 @@ def sweep(root: Path, salvage: Callable[[Segment, Path], None]) -> list[Path]:
 
 def segment_path(root: Path, lineage: str) -> Path:
     """Where the segment of a run is."""
+    if not _LINEAGE.fullmatch(lineage):  # it comes from a file, and must not lead elsewhere
+        raise InvalidArgument(
+            f"{lineage[:100]!r} is no lineage of a run: run.json was changed. Give another run folder."
+        )
     return root / f"{_PREFIX}{lineage}"
 
 
@@ -228,17 +247,66 @@ def abandoned(root: Path) -> list[Path]:
     return [path for path in sorted(root.glob(f"{_PREFIX}*")) if _is_ours(path) and not is_guarded(path)]
 
 
+def homeless(path: Path) -> Path | None:
+    """Where the run folder of an abandoned segment was, if it is gone and there is a center to save; else None."""
+    with suppress(OSError, msgspec.DecodeError, KeyError):
+        run = _run_of(path)
+        if run_folder(run, path.name.removeprefix(_PREFIX)) is None and _has_center(path):
+            return run
+    return None
+
+
+def _has_center(path: Path) -> bool:
+    return any(Memory.is_ready(file) for kind in ("center-*", "array-*") for file in path.glob(kind))
+
+
+def _run_of(path: Path) -> Path:
+    return Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
+
+
 def is_guarded(path: Path) -> bool:
     """The host of a segment is alive, or has only begun to make it."""
+    if not is_own(path):
+        return False
     try:
-        with (path / "host").open("r+b") as file:
+        with os.fdopen(open_own(path / "host", os.O_RDWR), "r+b") as file:
             return is_locked(file.fileno(), 0)
-    except OSError:
+    except (OSError, InvalidArgument):
         return path.exists() and time.time() - path.stat().st_mtime < _YOUNG_S
 
 
+def is_own(path: Path) -> bool:
+    """There is a segment, and it is this user's alone."""
+    try:
+        check_own(path)
+    except (InvalidArgument, OSError):
+        return False
+    return True
+
+
+def check_own(path: Path) -> None:
+    """Raise InvalidArgument unless the segment `path` is a folder that only this user can enter.
+
+    All users of a machine can write to /dev/shm, and run.json tells the names of segments, so somebody else may have
+    made one of that name. FileNotFoundError if there is none.
+    """
+    about, me = path.lstat(), os.getuid()
+    wrong = (
+        "is a link" if stat.S_ISLNK(about.st_mode)
+        else "is no folder" if not stat.S_ISDIR(about.st_mode)
+        else f"belongs to user {about.st_uid}, and this process is of user {me}" if about.st_uid != me
+        else f"can be entered by others (mode {stat.S_IMODE(about.st_mode):04o})" if about.st_mode & 0o077
+        else ""
+    )  # fmt: skip
+    if wrong:
+        raise InvalidArgument(
+            f"the shared memory {path} {wrong}; a run uses only a folder of its own user with mode 0700. Call this as "
+            "its owner, or let its owner remove it; MANIPLE_SHM=FOLDER uses another place for shared memory."
+        )
+
+
 def _is_ours(path: Path) -> bool:
-    return bool(_NAME.fullmatch(path.name)) and path.is_dir() and path.stat().st_uid == os.getuid()
+    return bool(_NAME.fullmatch(path.name)) and is_own(path)
 
 
 def refusal(root: Path, error: OSError) -> SharedMemoryFull:
@@ -266,6 +334,38 @@ def _discard(path: Path) -> None:
         guard.close()
 
 
+def _save_first(segment: Segment, run: Path, salvage: Callable[[Segment, Path], None]) -> None:
+    """Have the center of a dead host saved to its run folder, wherever that is now; an error if it cannot be."""
+    folder = run_folder(run, segment.path.name.removeprefix(_PREFIX))
+    if folder is not None:
+        salvage(segment, folder)
+    elif _has_center(segment.path):
+        raise FileNotFoundError(
+            f"its run folder {run} is gone: moved, or on a file system that is not mounted. {remedy(segment.path)}"
+        )
+
+
+def run_folder(run: Path, lineage: str) -> Path | None:
+    """The folder of the run of this lineage: `run`, or if that was renamed, its new name beside it; else None.
+
+    Another run may have taken the name since, so a folder counts only if its run.json has the lineage.
+    """
+    beside = run.parent.iterdir() if run.parent.is_dir() else ()
+    for folder in (run, *beside):
+        with suppress(OSError, InvalidArgument):
+            if not folder.is_symlink() and Folder(folder).read().get("lineage") == lineage:
+                return folder
+    return None
+
+
+def remedy(path: Path) -> str:
+    """What to do about a center in memory whose run folder is gone."""
+    return (
+        "Put the folder back, and the next run saves the center there; or go on with it from where the folder is now "
+        f"(`maniple run --resume FOLDER ...`). To give the center up, `rm -r {path}`."
+    )
+
+
 def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
     if not (path / "host").exists():
         is_old = time.time() - path.stat().st_mtime > _YOUNG_S
@@ -280,7 +380,7 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
             shutil.rmtree(path, ignore_errors=True)
             return True
         try:
-            run = Path(str(msgspec.json.decode((path / "host").read_bytes(), type=dict[str, str | int])["run"]))
+            run = _run_of(path)
             segment = Segment(path)
         except (msgspec.DecodeError, KeyError, ValueError, InvalidArgument):
             # Its host was killed while making it, or is making it right now: there is nothing to save yet.
@@ -290,8 +390,7 @@ def _sweep_one(path: Path, salvage: Callable[[Segment, Path], None]) -> bool:
                 raise ValueError("it does not say which run it belongs to") from None
         else:
             try:
-                if run.is_dir():
-                    salvage(segment, run)
+                _save_first(segment, run, salvage)
             finally:
                 segment.close()
         shutil.rmtree(path, ignore_errors=True)

@@ -2,20 +2,24 @@
 
 import contextlib
 import json
+import resource
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
+from maniple.center.allowance import Allowance
 from maniple.center.arrays import ARRAY, array_names, center_file
 from maniple.center.locks import Patience
 from maniple.center.segment import Segment
 from maniple.center.shared import LOCK_TIMEOUT_S, Shared
-from maniple.center.stage import MAX_ITEMS, Intent, Stage, word_of
+from maniple.center.stage import MAX_ITEMS, Intent, Stages, word_of
 from maniple.center.turns import Left, Superseded, Turn
 from maniple.center.upload import (
     Upload,
+    check_count,
     check_positions,
     check_weights,
     checked_codec,
@@ -23,6 +27,7 @@ from maniple.center.upload import (
     packed,
     received,
 )
+from maniple.center.words import ROWS
 from maniple.contracts import Array
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.rules import blocks
@@ -52,6 +57,31 @@ from maniple.wire.stream import NEVER_S, TIMEOUT_S
 T = TypeVar("T")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_OPEN = 32  # centers that one connection keeps open
+_MAX_ASKED = 1 << 20  # items of one exchange, each a parameter of a center or an array
+_FILES_EACH = 2  # the locks, and the mapping
+_SHARE = (
+    4  # all connections together keep a quarter of the files that this process may open, and each its newest center
+)
+
+
+class _Opened:
+    """How many centers all connections of this process keep open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._count += count
+
+    @property
+    def are_too_many(self) -> bool:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return most != resource.RLIM_INFINITY and self._count * _FILES_EACH > most // _SHARE
+
+
+_opened = _Opened()
 
 
 class Serving:
@@ -64,15 +94,21 @@ class Serving:
         worker: str,
         *,
         rank: Callable[[], int],
+        stages: Stages,
         included: Callable[[str, str, int, int], bool],
+        recalled: Callable[[str], bool],
         save: Callable[[str], str],
+        allowance: Allowance,
     ) -> None:
         """`included` tells whether the snapshot that the center was restored from has a contribution, given by
-        worker, center, parameter and word; `save` writes all values to a file of the run folder."""
+        worker, center, parameter and word; `recalled` whether it tells that of a worker at all; `save` writes all
+        values to a file of the run folder; `allowance` grants memory."""
         self._turn, self._stream = turn, turn.stream
         self._segment, self._worker, self._rank = segment, worker, rank
-        self._included, self._save = included, save
-        self._stage = Stage.of(segment.path, worker)
+        self._included, self._recalled, self._save = included, recalled, save
+        self._stages, self._allowance = stages, allowance
+        with turn.held():
+            self._stage = stages.open(worker, allowance.take)
         self._centers: OrderedDict[str, Shared] = OrderedDict()
         self._answers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
@@ -94,11 +130,10 @@ class Serving:
                 self._serve_one(message, size)
         finally:
             self._answers.clear()  # they point back here: without them all is freed at once
-            for center in self._centers.values():
-                center.close()
-            self._centers.clear()
+            while self._centers:
+                self._close_oldest()
             with contextlib.suppress(Superseded), self._turn.held():
-                self._stage.shrink()
+                self._stages.retire(self._worker, self._stage)
             self._stage.close()
 
     def _serve_one(self, message: Message, size: int) -> None:
@@ -118,10 +153,16 @@ class Serving:
 
     def _open(self, message: Open, size: int) -> None:
         model = Upload(self._stream, self._stage, size)
+        if message.center.startswith(ARRAY) and [ARRAY + e.name for e in model.entries] != [message.center]:
+            raise BadFrame(f"the table of {message.center!r} describes something else than one array of that name.")
+        file = center_file(message.center)
+        path = self._segment.path / file
+        if not path.exists() or path.stat().st_size == 0:  # nobody has reserved its memory yet
+            self._allowance.take(model.file_bytes, files=1)
         self._stream.set_timeout(TIMEOUT_S)  # a creator who falls silent must not keep the others from creating
         try:
             center, is_creator = Shared.open_or_create(
-                self._segment, center_file(message.center), model, rank=self._rank(), note=message.note, timeout_s=0
+                self._segment, file, model, rank=self._rank(), note=message.note, timeout_s=0
             )
         except WaitedTooLong:
             self._stream.set_timeout(NEVER_S)
@@ -181,6 +222,7 @@ class Serving:
 
     def _take(self, message: Take, size: int) -> None:
         center, array = self._parameter(message.center, 0)
+        check_count(message.count, array)
         expect(size, 8 * message.count)
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
@@ -206,6 +248,7 @@ class Serving:
 
     def _put(self, message: Put, size: int) -> None:
         center, array = self._parameter(message.center, 0)
+        check_count(message.count, array)
         expect(size, message.count * (8 + array.itemsize))
         positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
         self._stream.receive_into(positions)
@@ -226,11 +269,17 @@ class Serving:
     def _ask(self, message: Ask, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < 1 << 38:
             raise BadFrame("a question about items that cannot be.")
-        asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * MAX_ITEMS), np.int64)
+        asked = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * _MAX_ASKED), np.int64)
         self._finish()
         sequence, done = self._stage.position
         if message.sequence < sequence:
             raise BadFrame(f"a question about exchange {message.sequence}, after {sequence} has begun.")
+        if not self._stage.is_known and (self._stages.forgotten or not self._recalled(self._worker)):
+            raise InvalidArgument(
+                f"this host does not know any more whether exchange {message.sequence} of this worker was applied: it "
+                f"remembers {ROWS:,} workers and clients, and so many others were here since. Look at the center's "
+                "values, and begin anew."
+            )
         file = center_file(message.center)
 
         def was_applied(item: int, i: int) -> bool:
@@ -294,7 +343,14 @@ class Serving:
         before = self._centers.pop(name, None)
         if before is not None:
             before.close()
+        else:
+            _opened.add(1)
         self._centers[name] = center
-        if len(self._centers) > _MAX_OPEN:
-            self._centers.popitem(last=False)[1].close()
+        while len(self._centers) > _MAX_OPEN or (len(self._centers) > 1 and _opened.are_too_many):
+            self._close_oldest()
         return center
+
+    def _close_oldest(self) -> None:
+        _, center = self._centers.popitem(last=False)
+        center.close()
+        _opened.add(-1)

@@ -68,10 +68,14 @@ class Shared:
     def open(cls, segment: Segment, path: Path, *, rank: int = -1) -> "Shared | None":
         """The center in `path`, by default as the host sees it, or None if nobody has finished making it."""
         center = cls(segment, path, rank=rank)
-        if not Memory.is_ready(path):
+        try:
+            if not Memory.is_ready(path):
+                center.close()
+                return None
+            center._attach()
+        except BaseException:
             center.close()
-            return None
-        center._attach()
+            raise
         return center
 
     @property

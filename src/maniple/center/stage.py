@@ -1,7 +1,8 @@
 """The stage: what one remote worker has under way at the host, in shared memory, so that no instant of death can
-lose it or apply it twice.
+lose it or apply it twice. It is there while the worker is connected; its word, how far the worker's contributions are
+in the center (exchange << 24 | items applied), stays in the table `words`.
 
-    0       word       exchange << 24 | items applied: how far this worker's contributions are in the center
+    0       row        of this worker's word in that table
             state      1 while a contribution is being applied
             progress   2 b: block b is next;  2 b + 1: its new values lie in `block`, and are being copied
                        (of single elements: 0 while they are being copied from `value`, then 1)
@@ -18,13 +19,15 @@ finishes what was begun.
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from maniple.center.words import Words, cell_of
 from maniple.contracts import Array
 from maniple.errors import SharedMemoryFull
 from maniple.rules import blocks
@@ -33,7 +36,7 @@ from maniple.rules.kernels import kernels
 _PAGE = 4096
 _BLOCK_BYTES = 1 << 15  # it and its like stay in the cache
 _VALUE = _PAGE + _BLOCK_BYTES
-_WORD, _STATE, _PROGRESS, _INTENT_BYTES = range(4)
+_ROW, _STATE, _PROGRESS, _INTENT_BYTES = range(4)
 _INTENT = 64
 _ITEM_BITS = 24
 MAX_ITEMS = (1 << _ITEM_BITS) - 1
@@ -71,21 +74,30 @@ def word_of(sequence: int, items: int) -> int:
 class Stage:
     """The stage of one worker."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(
+        self,
+        path: Path,
+        words: Words,
+        *,
+        row: int | None = None,
+        is_known: bool = True,
+        allow: Callable[[int], None] | None = None,
+    ) -> None:
+        """With a `row`, it is made if it is not there; else FileNotFoundError. `allow` raises if it may not take so
+        many bytes more."""
+        self._path, self._allow = path, allow
+        self.is_known = is_known  # the worker was here before
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if row is None else os.O_CREAT), 0o600)
         self._size = 0
         self._grow(max(_PAGE, os.fstat(self._file).st_size))
-
-    @classmethod
-    def of(cls, segment: Path, worker: str) -> "Stage":
-        """The stage of worker `worker`, made if it is not there."""
-        return cls(segment / f"{_PREFIX}{worker}")
+        if row is not None:
+            self._head[_ROW] = row
+        self._words, self._cell = words.cells, cell_of(self._head[_ROW])
 
     @property
     def word(self) -> int:
         """How far this worker's contributions are in the center."""
-        return self._head[_WORD]
+        return self._words[self._cell]
 
     @property
     def position(self) -> tuple[int, int]:
@@ -110,18 +122,19 @@ class Stage:
         return is_clean
 
     def commit_at(self, target: Target, intent: Intent, positions: Array, values: Array) -> bool:
-        """Weigh `values` into the elements at `positions`; contributions to the same element add up."""
+        """Weigh `values` into the elements at `positions`, in any order; contributions to the same element add up.
+
+        False if some were left out because they are not finite.
+        """
         center = target.array(intent.i)
         unique, inverse = np.unique(positions, return_inverse=True)
+        total = np.zeros(unique.size, values.dtype)  # one value for each element of `unique`, which is sorted
         if unique.size < positions.size:
-            total = np.zeros(unique.size, values.dtype)
             np.add.at(total, inverse, values)
-            values = total
-        old = center[unique]
-        new = old.copy()
-        blocks.weigh(values.copy(), new, intent.a, intent.b)
-        finite = np.isfinite(new)
-        new = np.where(finite, new, old)
+        else:
+            total[inverse] = values
+        new = center[unique]
+        is_clean = blocks.weigh(total, new, intent.a, intent.b)
         room = self.reserve(unique.size * (8 + center.itemsize))
         room[: 8 * unique.size].view(np.int64)[:] = unique
         room[8 * unique.size :].view(center.dtype)[:] = new
@@ -131,11 +144,11 @@ class Stage:
         center[unique] = new
         self._head[_PROGRESS] = 1
         self._end(target, intent)
-        return bool(finite.all())
+        return is_clean
 
     def skip(self, word: int) -> None:
         """Note that a contribution was refused, and so is done with."""
-        self._head[_WORD] = word
+        self._words[self._cell] = word
 
     def finish(self, target: Target, i: int) -> bool:
         """Finish what a host that was killed had begun on parameter i of `target`; False if there is no such thing.
@@ -167,16 +180,8 @@ class Stage:
         except msgspec.DecodeError:
             return None  # its owner is alive, and just writes another
 
-    def shrink(self) -> None:
-        """Give the room for values back; the word stays."""
-        if self._head[_STATE] == 0:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, _PAGE)
-            self._size = 0
-            self._grow(_PAGE)
-
     def remove(self) -> None:
-        """The worker has left and will ask no more."""
+        """Give the memory back; the word stays."""
         self._path.unlink(missing_ok=True)
         self.close()
 
@@ -194,7 +199,7 @@ class Stage:
         self._head[_STATE] = 1
 
     def _end(self, target: Target, intent: Intent) -> None:
-        self._head[_WORD] = intent.word
+        self._words[self._cell] = intent.word
         target.end_write(intent.i)
         self._head[_STATE] = 0
 
@@ -208,8 +213,11 @@ class Stage:
         if size <= self._size:
             return
         size = -(-size // _PAGE) * _PAGE
+        there = os.fstat(self._file).st_size
+        if there < size and self._allow is not None:
+            self._allow(size - there)
         try:
-            if os.fstat(self._file).st_size < size:
+            if there < size:
                 os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             raise SharedMemoryFull(
@@ -222,29 +230,76 @@ class Stage:
         self._size = size
 
 
+class Stages:
+    """The stages of all workers that are connected to a server. Calls for one worker come one after the other."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+        self._lock = threading.Lock()
+        self._table: Words | None = None
+
+    @property
+    def forgotten(self) -> int:
+        """Workers of which nothing is known any more."""
+        return self._words.forgotten
+
+    def begin(self) -> None:
+        """Remove what the workers of a killed server have left, but for what could not be finished."""
+        for worker, stage in _stages(self._segment):
+            if stage.pending() is None:
+                stage.remove()
+            else:
+                self._words.claim(worker)
+                stage.close()
+
+    def open(self, worker: str, allow: Callable[[int], None] | None = None) -> Stage:
+        """The stage of a worker that has connected."""
+        row, is_known = self._words.claim(worker)
+        return Stage(self._segment / f"{_PREFIX}{worker}", self._words, row=row, is_known=is_known, allow=allow)
+
+    def retire(self, worker: str, stage: Stage) -> None:
+        """The connection of a worker has ended: its word is kept, for when it comes back."""
+        if stage.pending() is None:  # else it is for the next who has the parameter's lock
+            stage.remove()
+            self._words.release(worker)
+
+    def forget(self, worker: str) -> None:
+        """A worker has left, and asks no more."""
+        (self._segment / f"{_PREFIX}{worker}").unlink(missing_ok=True)
+        if self._table is not None or Words.is_there(self._segment):  # else nobody has come over the network
+            self._words.forget(worker)
+
+    @property
+    def _words(self) -> Words:
+        with self._lock:
+            if self._table is None:  # only now: most runs have no workers elsewhere
+                self._table = Words(self._segment)
+            return self._table
+
+
+def _stages(segment: Path) -> Generator[tuple[str, Stage]]:
+    """The stages that are there, and their workers."""
+    table = None
+    for path in segment.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # its worker has just gone
+            table = table or Words(segment)
+            yield path.name.removeprefix(_PREFIX), Stage(path, table)
+
+
 def finish_pending(segment: Path, target: Target, i: int) -> bool:
     """Finish what any worker had begun on parameter i when its host was killed; the caller holds its lock."""
     done = False
-    for path in segment.glob(f"{_PREFIX}*"):
-        with contextlib.closing(Stage(path)) as stage:
+    for _, stage in _stages(segment):
+        with contextlib.closing(stage):
             done |= stage.finish(target, i)
     return done
-
-
-def words(segment: Path) -> dict[str, int]:
-    """How far each worker's contributions are in the center."""
-    known: dict[str, int] = {}
-    for path in segment.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            known[path.name.removeprefix(_PREFIX)] = int.from_bytes(file.read(8), "little")
-    return known
 
 
 def finish_all(segment: Path, open_center: Callable[[str], Any]) -> int:
     """Finish all that was begun when the host before this one was killed; gives how much that was."""
     count = 0
-    for path in segment.glob(f"{_PREFIX}*"):
-        with contextlib.closing(Stage(path)) as stage:
+    for _, stage in _stages(segment):
+        with contextlib.closing(stage):
             intent = stage.pending()
             center = open_center(intent.center) if intent is not None else None
             if intent is None or center is None:

@@ -13,14 +13,17 @@ import numpy as np
 
 from maniple.center.batch import Batch, Trade
 from maniple.center.link import Link
+from maniple.center.locks import Patience
 from maniple.center.remote import Remote
 from maniple.center.trades import Changes, Swap, Values, Whole
 from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
 from maniple.errors import HostAway, ManipleError, WaitedTooLong
 from maniple.layout import Layout
+from maniple.wire.stream import TIMEOUT_S
 
 T = TypeVar("T")
 _PATIENCE_S = 60.0
+_BLOCKED_S = TIMEOUT_S + 1.0  # a message may be waited for as long as TIMEOUT_S, before the next look at the time
 
 
 class Tcp:
@@ -128,12 +131,12 @@ class Tcp:
 
     def _offer(self, trade: Trade, *, ways: int = 2) -> Outcome:
         outcome = Outcome(size_bytes=ways * self._remote.size_bytes())
-        waiting, since = self._order(), time.monotonic()
+        waiting, patience = self._order(), Patience(_PATIENCE_S, slice_s=_BLOCKED_S)
         while waiting:
             left = self._run(trade, waiting, outcome)
             if len(left) < len(waiting):
-                since = time.monotonic()
-            elif time.monotonic() - since > _PATIENCE_S:
+                patience = Patience(_PATIENCE_S, slice_s=_BLOCKED_S)
+            elif patience.is_over():
                 raise HostAway(f"the connection to the host keeps breaking: {self._remote.link.reason}")
             waiting = left
         return outcome
@@ -160,7 +163,7 @@ class Tcp:
         return unapplied
 
     def _resolve(self, resolve: Callable[[], list[int]]) -> list[int]:
-        link, deadline = self._remote.link, time.monotonic() + _PATIENCE_S
+        link, patience = self._remote.link, Patience(_PATIENCE_S, slice_s=_BLOCKED_S)
         while True:
             try:
                 return resolve()
@@ -168,7 +171,7 @@ class Tcp:
                 raise
             except (OSError, ManipleError) as error:
                 link.drop(str(error))
-                if not isinstance(error, OSError) or time.monotonic() > deadline:
+                if not isinstance(error, OSError) or patience.is_over():
                     raise HostAway(f"the connection to the host keeps breaking: {error}") from error
             except BaseException:
                 link.drop("interrupted")
@@ -185,10 +188,10 @@ class Tcp:
     def _swap(self, swap: Swap) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._remote.size_bytes())
         for i in self._order():
-            deadline = time.monotonic() + _PATIENCE_S
+            patience = Patience(_PATIENCE_S, slice_s=_BLOCKED_S)
             swap.is_done, torn = False, list[str]()
             while not swap.is_done:
-                if time.monotonic() > deadline:
+                if patience.is_over():
                     raise WaitedTooLong(
                         f"waited {_PATIENCE_S:g} s to swap {self.layout.entries[i].name!r}, which others write "
                         "all the time. Exchange less often, or use a rule that the host knows (easgd, asgd, downpour)."
@@ -216,13 +219,13 @@ class Tcp:
 
 def insist(link: Link, act: Callable[[], T], deadline_s: float) -> T:
     """Do what a worker cannot go on without, again and again until `deadline_s` have passed."""
-    deadline = time.monotonic() + deadline_s
+    patience = Patience(deadline_s, slice_s=_BLOCKED_S)
     while True:
         try:
-            link.wait(deadline)
+            link.stream()
             return act()
         except HostAway as error:
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise HostAway(
                     f"{error}. It was waited for {deadline_s:g} s. Is it running, and is this its address? After a "
                     "crash, start it again with `maniple serve --resume RUN`."
@@ -233,7 +236,7 @@ def insist(link: Link, act: Callable[[], T], deadline_s: float) -> T:
             raise
         except OSError as error:
             link.drop(str(error))
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise HostAway(f"the connection to the host keeps breaking: {error}") from error
         except BaseException:  # interrupted: a late answer must not be taken for that of another question
             link.drop("interrupted")

@@ -23,6 +23,7 @@ _DTYPES = {
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
 HDF5 = (".h5", ".hdf5")
+_NAME = "name"  # the attribute of a dataset that could not have its name as its path
 
 Read = Callable[[int], Array]
 
@@ -51,11 +52,34 @@ def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], r
 
 
 def write_hdf5(path: Path, entries: Sequence[Entry], read: Read) -> None:
-    """Write `read(i)` for each entry to the HDF5 file `path`."""
+    """Write `read(i)` for each entry to the HDF5 file `path` and to the disk.
+
+    There names are paths. One that is none ("a//b"), or where another needs a group ("a" beside "a/b"), gets another
+    path, and its name as an attribute.
+    """
     h5py = _h5py(path)
     with h5py.File(path, "w") as file:
-        for i, entry in enumerate(entries):
-            file.create_dataset(entry.name, data=read(i).reshape(entry.shape))
+        for i, (entry, place) in enumerate(zip(entries, hdf5_paths([e.name for e in entries]), strict=True)):
+            made = file.create_dataset(place, data=read(i).reshape(entry.shape))
+            if place != entry.name:
+                made.attrs[_NAME] = entry.name
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def hdf5_paths(names: Sequence[str]) -> list[str]:
+    """Where arrays of these names lie in an HDF5 file: each in a place of its own, most of them at their names."""
+    groups = {name[:k] for name in names for k, letter in enumerate(name) if letter == "/"}
+    plain = {name for name in names if name not in groups and all(part not in ("", ".") for part in name.split("/"))}
+    paths: list[str] = []
+    for name in names:
+        place = name
+        if name not in plain:
+            place = name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
+            while place in plain or place in groups or place in paths:
+                place += "%"
+        paths.append(place)
+    return paths
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -75,7 +99,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
     def note(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[name] = np.asarray(item)
+            found[str(item.attrs.get(_NAME, name))] = np.asarray(item)
 
     with h5py.File(path, "r") as file:
         file.visititems(note)

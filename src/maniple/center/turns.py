@@ -4,8 +4,7 @@ import contextlib
 import threading
 from collections.abc import Generator
 
-from maniple.center.segment import Segment
-from maniple.center.stage import Stage
+from maniple.center.stage import Stages
 from maniple.wire.stream import Stream
 
 
@@ -20,7 +19,8 @@ class Left(ConnectionError):
 class Turns:
     """Which connection speaks for each worker. Only the newest may: what lingers in an older one is void."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
         self._lock = threading.Lock()
         self._turns: dict[str, Turn] = {}
 
@@ -35,7 +35,13 @@ class Turns:
                 before.is_over = True
         return turn
 
-    def forget(self, worker: str, segment: Segment) -> None:
+    def end(self, worker: str, turn: "Turn") -> None:
+        """The connection of a worker has ended; nothing is kept of it, unless the worker has a newer one."""
+        with self._lock:
+            if self._turns.get(worker) is turn:
+                del self._turns[worker]
+
+    def forget(self, worker: str) -> None:
         """The worker has left: it will not ask again what was applied."""
         with self._lock:
             turn = self._turns.pop(worker, None)
@@ -43,8 +49,7 @@ class Turns:
             turn.stream.abort()
             with turn.lock:
                 turn.is_over = True
-        with contextlib.closing(Stage.of(segment.path, worker)) as stage:
-            stage.remove()
+        self.stages.forget(worker)
 
 
 class Turn:

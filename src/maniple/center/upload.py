@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from maniple.center.memory import file_bytes
 from maniple.center.stage import Stage
 from maniple.contracts import Array
 from maniple.errors import BadFrame, ManipleError
@@ -12,7 +13,9 @@ from maniple.wire.codecs import CODECS, Codec, codec
 from maniple.wire.messages import Create, Value
 from maniple.wire.stream import Stream
 
-_MAX_TABLE_BYTES = 64 << 20
+_MAX_TABLE_BYTES = 16 << 20
+_MAX_ENTRIES = 100_000  # a table becomes objects of some hundred bytes for each of them
+_FEW = 1 << 16  # elements, which may be asked for at once also of a smaller array: positions may repeat
 _ACTS = ("elastic", "blend", "compensated", "replace", "swap")
 
 
@@ -29,6 +32,13 @@ class Upload:
             raise BadFrame(f"the table of parameters cannot be read: {error}") from None
         self._stream, self._stage = stream, stage
         self.entries = self._layout.entries
+        if len(self.entries) > _MAX_ENTRIES:
+            raise BadFrame(f"a table of {len(self.entries):,} parameters came (limit {_MAX_ENTRIES:,}).")
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file that holds it."""
+        return file_bytes(self._layout)
 
     def begin(self) -> None:
         """Ask for the values."""
@@ -101,6 +111,13 @@ def check_weights(array: Array, act: str, a: float, b: float) -> None:
             raise BadFrame(f"{array.dtype} values cannot be weighed by {weight}.")
     if act == "elastic" and array.dtype.kind != "f":
         raise BadFrame(f"{array.dtype} values cannot move elastically.")
+
+
+def check_count(count: int, array: Array) -> None:
+    """Memory is taken for so many single elements before they come: no more than the array's own size asks for."""
+    most = max(array.size, _FEW)
+    if not 0 <= count <= most:
+        raise BadFrame(f"{count:,} elements cannot be asked for at once: {most:,} are the most. Ask for fewer.")
 
 
 def check_positions(positions: Array, array: Array) -> None:

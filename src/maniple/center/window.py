@@ -8,18 +8,18 @@ MPI knows no deadlines: who waits in it cannot be called back. So a thread watch
 waited for too long; the launcher then ends the others.
 """
 
+import math
 import os
-import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from maniple.center.locks import Patience
 from maniple.contracts import Array
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 
 try:
     from mpi4py import MPI
@@ -39,6 +39,7 @@ class Watch:
     def __init__(self, rank: int, deadline_s: float) -> None:
         self._rank, self._deadline_s = rank, deadline_s
         self._waits: dict[int, tuple[float, str]] = {}
+        self._patience = Patience(math.inf, slice_s=2 * _LOOK_S)  # its time stands still while this process is stopped
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="maniple-watch", daemon=True)
         self._thread.start()
@@ -54,7 +55,7 @@ class Watch:
 
     def begin(self, what: str) -> None:
         """This thread is about to wait."""
-        self._waits[threading.get_ident()] = time.monotonic(), what
+        self._waits[threading.get_ident()] = self._patience.waited_s, what
 
     def end(self) -> None:
         """It does not wait any more."""
@@ -66,14 +67,13 @@ class Watch:
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK_S):
+            self._patience.is_over()
             for since, what in list(self._waits.values()):
-                if (waited_s := time.monotonic() - since) > self._deadline_s:
-                    print(
-                        f"maniple: worker {self._rank} has waited {waited_s:.0f} s inside MPI for {what} (limit "
+                if (waited_s := self._patience.waited_s - since) > self._deadline_s:
+                    say(
+                        f"worker {self._rank} has waited {waited_s:.0f} s inside MPI for {what} (limit "
                         f"{self._deadline_s:g} s), and ends. Look whether that process is stopped, or raise "
-                        "MANIPLE_CIRCLE_DEADLINE.",
-                        file=sys.stderr,
-                        flush=True,
+                        "MANIPLE_CIRCLE_DEADLINE."
                     )
                     os._exit(1)
 

@@ -11,6 +11,7 @@ class _Nobody:
     """There is nobody to send to."""
 
     rank, size = 0, 1
+    awaited: set[int] = set()  # noqa: RUF012 - nobody ever
 
     def send(self, peer: int, data: Array, tag: int) -> Message:
         raise AssertionError(f"a worker alone sends nothing, but {data.size} values for {peer} ({tag})")

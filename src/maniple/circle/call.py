@@ -119,10 +119,24 @@ def check_parts(parts: Sequence[Array] | None, world: int) -> None:
         raise InvalidArgument(f"scatter got {given} parts for {world} workers. Give one for each.")
 
 
+def nonfinite_weight(entry: int) -> float:
+    """The weight that tells all workers of a round that this worker's values are not finite, and in which entry.
+
+    Weights travel with every round anyway, so a round costs no additional message for it.
+    """
+    return -1.0 - entry
+
+
+def counted(weights: Sequence[float]) -> list[float]:
+    """How often each worker's values count in a mean: not at all if they are not finite."""
+    return [max(0.0, weight) for weight in weights]
+
+
 def done(op: str, ranks: Sequence[int], weights: Sequence[float], waited_s: float) -> Round:
     """What a round did; those without weight are not in a mean."""
-    used = tuple(rank for rank, weight in zip(ranks, weights, strict=True) if weight or op != "mean")
-    return Round(used, float(sum(weights)), waited_s)
+    used = tuple(rank for rank, weight in zip(ranks, weights, strict=True) if weight > 0 or op != "mean")
+    nonfinite = {rank: int(-weight) - 1 for rank, weight in zip(ranks, weights, strict=True) if weight < 0}
+    return Round(used, float(sum(counted(weights))), waited_s, nonfinite)
 
 
 def check_values(dtype: str, wire: str) -> None:

@@ -48,7 +48,7 @@ class Tensors:
             dtype: torch.zeros(size, dtype=getattr(torch, dtype), device=device) for dtype, size in sizes.items()
         }
         self._parts = [self.flat[d][start:stop] for d, start, stop in parts] or list(self.flat.values())
-        self._begun = 0
+        self._begun, self._is_parted = 0, bool(parts)
         self._round, self._weights = Round((self._rank,)), [1.0]
         self._under_way: list[Any] = []
 
@@ -66,6 +66,8 @@ class Tensors:
         """Replace the tensors by what all workers' tensors make together."""
         while self._begun < len(self._parts):
             self.begin(op, weight=weight)
+        if self._is_parted:  # the first part went out before it was known whether the later ones are finite
+            self._round.nonfinite = self._vectors.meet(op, weight)[0].nonfinite
         for work in self._under_way:
             work.wait()
         self._under_way.clear()

@@ -3,13 +3,17 @@
 Whoever waits for a message knows from whom, so a worker that is dead or stuck is named by those who wait for it.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from maniple.circle.absence import LongWait, OnLongWait
 from maniple.contracts import Array
 from maniple.errors import ManipleError, PeerLost, WaitedTooLong
+
+_LOOK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -28,6 +32,11 @@ class Transport(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def awaited(self) -> set[int]:
+        """Those whose messages `wait` waits for, as far as it knows. They may themselves wait for another."""
+        ...
+
     def send(self, peer: int, data: Array, tag: int) -> Message: ...
     def receive(self, peer: int, data: Array, tag: int) -> Message: ...
     def wait(self, messages: Sequence[Message], deadline_s: float) -> tuple[set[int], set[int]]:
@@ -50,6 +59,23 @@ class Link:
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._failure: ManipleError | None = None
         self._under_way: dict[int, Message] = {}  # keeps memory that may still be written to, after a failure too
+        self._since: float | None = None  # it waits, in the thread that makes the calls
+        self._is_closed = threading.Event()
+
+    def report_long_waits(self, on_report: OnLongWait) -> None:
+        """Report waits that take unusually long; from a thread, since the transport itself may wait outside Python."""
+
+        def look() -> None:
+            wait, since = LongWait(), None
+            wait.on_report = on_report
+            while not self._is_closed.wait(_LOOK_S):
+                before, since = since, self._since
+                if before is not None and since != before:
+                    wait.end(time.monotonic() - before)
+                if since is not None:
+                    wait.go_on(lambda: sorted(self._transport.awaited), time.monotonic() - since)
+
+        threading.Thread(target=look, name="maniple waits", daemon=True).start()
 
     def send(self, peer: int, data: Array, tag: int) -> list[Message]:
         """Begin to send; nothing is sent of an empty array."""
@@ -68,7 +94,11 @@ class Link:
         """Wait for all; PeerLost or WaitedTooLong name those who are missing. Gives the seconds."""
         begin = time.monotonic()
         if messages:
-            lost, late = self._transport.wait(messages, self._deadline_s)
+            self._since = begin
+            try:
+                lost, late = self._transport.wait(messages, self._deadline_s)
+            finally:
+                self._since = None
             if lost or late:
                 self._fail(*self._transport.blame(lost, late), phase, time.monotonic() - begin)
         for message in messages:
@@ -80,6 +110,7 @@ class Link:
         self._failure = self._failure or PeerLost(
             "this circle is closed: its worker has left the run. Make all calls before worker.leave()."
         )
+        self._is_closed.set()
         self._transport.close()
 
     def _note(self, message: Message) -> list[Message]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from maniple.center.locks import Patience
 from maniple.center.window import MPI
 from maniple.circle.link import Link, Message
 from maniple.circle.rounds import Rounds
@@ -89,6 +90,7 @@ class _Messages:
     def __init__(self, comm: Any, who: dict[int, tuple[int, int, int]]) -> None:
         self._comm, self._who = comm, who
         self.rank, self.size = comm.rank, comm.size
+        self.awaited: set[int] = set()
 
     def send(self, peer: int, data: Array, tag: int) -> Message:
         return Message(peer, data, self._comm.Isend(data.view(np.uint8), peer, tag))
@@ -98,15 +100,15 @@ class _Messages:
 
     def wait(self, messages: Sequence[Message], deadline_s: float) -> tuple[set[int], set[int]]:
         begin = looked = time.monotonic()
-        dead: set[int] = set()
+        patience, dead = Patience(deadline_s), set[int]()
         while not MPI.Request.Testall([message.work for message in messages]):
             now = time.monotonic()
             if now - looked > _LOOK_S:
-                missing = {message.peer for message in messages if not message.work.Test()}
+                self.awaited = missing = {message.peer for message in messages if not message.work.Test()}
                 # What somebody had sent before he died may still come: he is lost at the second look.
                 if lost := dead & missing:
                     return lost, set()
-                if now - begin > deadline_s:
+                if patience.is_over():
                     return set(), missing
                 dead, looked = {rank for rank in missing if self._is_dead(rank)}, now
             if now - begin < _AWAKE_S:
@@ -140,9 +142,9 @@ def _end_soon() -> None:
 
 
 def _await_dup(request: Any, deadline_s: float) -> None:
-    begin = time.monotonic()
+    patience = Patience(deadline_s)
     while not request.Test():
-        if time.monotonic() - begin > deadline_s:
+        if patience.is_over():
             raise WaitedTooLong(
                 f"MPI has made no communicator within {deadline_s:g} s, though all workers are there. "
                 "Look whether they open their circles in the same order."

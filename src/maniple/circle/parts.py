@@ -44,7 +44,9 @@ class Parts:
         blocked_s = time.monotonic() - start
         self._begun = 0
         rounds = [_checked(result) for result in results]
-        return Round(rounds[0].ranks, rounds[0].weight, min(blocked_s, sum(one.waited_s for one in rounds)))
+        waited_s = min(blocked_s, sum(one.waited_s for one in rounds))
+        # What is not finite is known with the last part at the latest.
+        return Round(rounds[0].ranks, rounds[0].weight, waited_s, rounds[-1].nonfinite)
 
     def close(self) -> None:
         """Let the thread end."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maniple.circle.absence import PassedOver
-from maniple.circle.call import Call, done
+from maniple.circle.call import Call, counted, done
 from maniple.circle.packing import is_packed
 from maniple.circle.roster import Roster
 from maniple.circle.slots import Slots
@@ -87,7 +87,8 @@ class Pieces:
         ranks = roster.meet(call, slot=self._reference, expected=_mark(whom))
         if any(table.expected(rank, roster.meeting) != _mark(ranks) for rank in ranks):
             return None
-        weights = [table.weight(rank, roster.meeting) for rank in ranks]
+        told = [table.weight(rank, roster.meeting) for rank in ranks]
+        weights = counted(told)
         is_made = call.op != "mean" or sum(weights) > 0
         halves = [self._half_of(rank) for rank in ranks]
         if is_made and is_half:
@@ -102,22 +103,27 @@ class Pieces:
         if roster.meet(call, slot=self._reference, expected=_mark(whom)) != ranks:
             return None
         if out is None or not is_made:
-            return done(call.op, ranks, weights, 0.0)
+            return done(call.op, ranks, told, 0.0)
         for half, (a, b) in zip(halves, parts, strict=True):
             if is_half:
                 codec(wire).unpack(half[2 * a : 2 * b], out[a:b])
             else:
                 out[a:b] = half[a * x.itemsize : b * x.itemsize].view(x.dtype)
-        return done(call.op, ranks, weights, 0.0)
+        return done(call.op, ranks, told, 0.0)
 
-    def _half(self, size: int) -> Array:
-        """The half of this worker's slot whose turn it is, with room for `size` bytes."""
-        self._turn += 1
+    def reserve(self, size: int) -> None:
+        """Make this worker's slot, or a larger one, now."""
+        size = min(size, _PIECE_BYTES)
         if 2 * size > self._slot.size or not self._serial:
             if self._before:
                 self._slots.forget(self._before)  # its last readers have met us since
             self._before = self._serial
             self._serial, self._slot = self._slots.make(max(8192, 2 << (max(1, size) - 1).bit_length()))
+
+    def _half(self, size: int) -> Array:
+        """The half of this worker's slot whose turn it is, with room for `size` bytes."""
+        self._turn += 1
+        self.reserve(size)
         return _cut(self._slot, self._turn)
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maniple.circle.call import Call, check_reduction, done
+from maniple.circle.call import Call, check_reduction, counted, done
 from maniple.circle.sums import JOURNAL_BYTES, Part, block_bytes, bounds, warm_up
 from maniple.contracts import Array, Round
 from maniple.errors import LayoutMismatch
@@ -56,14 +56,15 @@ class InPlace:
         call = Call("resident", 0, self._dtype, self._count, op, 0, "float32", weight)
         with roster.whole():
             ranks = roster.meet(call, slot=self._serial, quorum=quorum)
-            weights = [roster.table.weight(rank, roster.meeting) for rank in ranks]
+            told = [roster.table.weight(rank, roster.meeting) for rank in ranks]
+            weights = counted(told)
             views = [self._view(rank, roster.table.slot(rank, roster.meeting)) for rank in ranks]
             if len(ranks) > 1 and (op != "mean" or sum(weights) > 0):
                 self._under_way = ranks, views, op, weights
                 self._combine(views, ranks.index(circle.rank), op, weights)
         roster.let_in(roster.meet(call, slot=self._serial, is_end=True))
         self._under_way = None
-        return done(op, ranks, weights, roster.waited_s - waited)
+        return done(op, ranks, told, roster.waited_s - waited)
 
     def _finish_for(self, rank: int) -> bool:
         """A worker has died in the middle of a round: combine its part for it."""

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maniple.bell import AWAKE_S
-from maniple.circle.absence import PassedOver, missed, torn
+from maniple.center.locks import Patience
+from maniple.circle.absence import LongWait, PassedOver, missed, torn
 from maniple.circle.call import Call, compare
 from maniple.circle.table import NEVER, Table
 from maniple.errors import CallMismatch
@@ -39,6 +40,7 @@ class Roster:
         on_missing: called under the table's lock for one who has died, before it is dismissed; True: it counts as come.
         on_newcomers: makes the newcomers' parcel, if they need one to begin.
         waited_s: the time spent waiting for others.
+        long_wait: reports a wait that takes unusually long.
     """
 
     def __init__(self, path: Path, rank: int, incarnation: int, *, deadline_s: float) -> None:
@@ -51,6 +53,7 @@ class Roster:
         self.on_missing: Callable[[int], bool] = lambda _: False
         self.on_newcomers: Callable[[int], None] = lambda _: None
         self.waited_s = 0.0
+        self.long_wait = LongWait()
         self.greeted = 0  # the meeting that this worker has made a parcel for
         self._name, self._is_torn = path.name, False
         self._is_claimed = False  # the lock of this worker's row is held
@@ -241,6 +244,7 @@ class Roster:
         if is_done():
             return
         begin = looked = now = time.perf_counter()
+        patience = Patience(self.deadline_s)
         awake_s = _AWAKE_S if self.table.height <= _CORES else AWAKE_S
         while True:
             bell.wait(count, _NAP_S, awake_s=begin + awake_s - now)
@@ -252,9 +256,14 @@ class Roster:
                 looked = now
                 self.on_wait()
                 self._look_after(self.meeting)
-                if now - begin > self.deadline_s:
-                    self._give_up(phase, now - begin, whom)
-        self.waited_s += time.perf_counter() - begin
+                is_over = patience.is_over()
+                self.long_wait.go_on(functools.partial(self._awaited, whom), patience.waited_s)
+                if is_over:
+                    who = self._awaited(whom)
+                    raise missed(self.rank, who, phase, self._name, patience.waited_s, self.deadline_s)
+        patience.is_over()
+        self.waited_s += patience.waited_s
+        self.long_wait.end(patience.waited_s)
 
     def _look_after(self, meeting: int) -> None:
         """Dismiss those who will not come, and see to it that newcomers have what they need."""
@@ -292,9 +301,8 @@ class Roster:
             if self.table.is_alive(rank):
                 return
 
-    def _give_up(self, phase: str, waited_s: float, whom: range | None) -> None:
+    def _awaited(self, whom: range | None) -> list[int]:
+        """Those of `whom`, or of the members of the meeting, who have not come yet."""
         if whom is None:
-            who = self.table.missing(self.meeting)
-        else:
-            who = [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]
-        raise missed(self.rank, who, phase, self._name, waited_s, self.deadline_s)
+            return self.table.missing(self.meeting)
+        return [rank for rank in whom if rank != self.rank and (self.table.holder(rank) < 0 or self._belongs(rank))]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from maniple.circle.absence import OnLongWait
 from maniple.circle.call import (
     Call,
     check_parts,
@@ -13,6 +14,7 @@ from maniple.circle.call import (
     check_root,
     check_values,
     compare,
+    counted,
     done,
     empty_words,
 )
@@ -44,6 +46,10 @@ class Rounds:
     def ranks(self) -> tuple[int, ...]:
         """All workers: nobody leaves or joins such a circle."""
         return tuple(range(self._link.size))
+
+    def report_long_waits(self, on_report: OnLongWait) -> None:
+        """Report waits for other workers that take unusually long."""
+        self._link.report_long_waits(on_report)
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round:
         """Put together what all workers have, for all."""
@@ -136,7 +142,7 @@ class Rounds:
             np.copyto(flat, x)
         slices = Slices(self._link, flat, call.wire, tag=VALUES)
         self._link.finish(slices.begin(), call.kind)
-        slices.combine(call.op, [other.weight for other in calls])
+        slices.combine(call.op, counted([other.weight for other in calls]))
         self._link.finish(slices.spread(root=root), call.kind)
         if root in {None, self.rank}:
             slices.end()
@@ -213,7 +219,7 @@ class Vectors:
         self._rounds += 1
         call = Call("resident", self._rounds, self._dtype, self._size, op, 0, self._wire, weight)
         calls, waited_s = meet(self._link, call, self._tag + 1)
-        return _done(op, calls, waited_s), [other.weight for other in calls]
+        return _done(op, calls, waited_s), counted([other.weight for other in calls])
 
 
 def meet(link: Link, call: Call, tag: int) -> tuple[list[Call], float]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.center.segment import DEAD, LEFT, Segment
-from maniple.circle.absence import PassedOver
+from maniple.circle.absence import OnLongWait, PassedOver
 from maniple.circle.call import Call, check_parts, check_reduction, check_root, check_values
 from maniple.circle.packing import opened, packed
 from maniple.circle.pieces import Pieces
@@ -53,6 +53,10 @@ class Shared:
         """The workers that belong to it now."""
         self.enter_once()
         return self.roster.members()
+
+    def report_long_waits(self, on_report: OnLongWait) -> None:
+        """Report waits for other workers that take unusually long."""
+        self.roster.long_wait.on_report = on_report
 
     def enter(self) -> bool:
         """Take part from now on; True if the others were there already. Calls do it by themselves."""
@@ -136,6 +140,10 @@ class Shared:
     def barrier(self) -> None:
         """Until all workers are here."""
         self._show(Call("barrier", 0), np.empty(0, np.uint8), lambda _: {})
+
+    def reserve(self, size: int) -> None:
+        """Have room for calls with arrays of up to `size` bytes from now on; beyond some MB they go in pieces."""
+        self._pieces.reserve(size)
 
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident:
         """Vectors that live in this worker's slot; those of a GPU are copied there."""

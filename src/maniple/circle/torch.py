@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from maniple.center.locks import Patience
 from maniple.circle.link import Link, Message
 from maniple.circle.parts import Parts
 from maniple.circle.rounds import Rounds, Vectors
@@ -27,6 +28,7 @@ from maniple.place import CIRCLE_DEADLINE_S, Place
 
 dist: Any = torch.distributed  # its types are not all there
 
+_LOOK_S = 1.0
 _NOTE_S = 0.5  # for so long somebody who is late may still leave a note
 _opened: Counter[str] = Counter()
 _stores: dict[str, Any] = {}
@@ -104,6 +106,7 @@ class _Gloo:
 
     def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
         self.rank, self.size, self._store = rank, world, store
+        self.awaited: set[int] = set()
         self._groups = 0
         self._gloo = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=deadline_s)) if world > 1 else None
 
@@ -123,6 +126,7 @@ class _Gloo:
         for message in messages:
             if message.peer in lost | late:
                 continue
+            self.awaited = {message.peer}
             left_s = 0.01 if lost or late else max(0.01, end - time.monotonic())
             try:
                 message.work.wait(timedelta(seconds=left_s))
@@ -191,17 +195,26 @@ def _world(place: Place, deadline_s: float) -> tuple[Any, int, int]:
 
 
 def _await_all(store: Any, rank: int, world: int, deadline_s: float) -> None:
-    end = time.monotonic() + deadline_s
+    patience = Patience(deadline_s, slice_s=2 * _LOOK_S)
     store.set(f"here/{rank}", "")
     for peer in range(world):
-        try:
-            store.wait([f"here/{peer}"], timedelta(seconds=max(0.01, end - time.monotonic())))
-        except (RuntimeError, ValueError):
+        while not _has_come(store, peer):
+            if not patience.is_over():
+                continue
             missing = [other for other in range(peer, world) if other != rank and not _is_here(store, other)]
             raise WaitedTooLong(
                 f"worker {', '.join(map(str, missing))} of {world} has not come to the circle within {deadline_s:g} s, "
                 f"where worker {rank} waits. Look at its log; raise --circle-deadline if it starts slowly."
-            ) from None
+            )
+
+
+def _has_come(store: Any, rank: int) -> bool:
+    """Wait for a worker, for as long as is measured at once."""
+    try:
+        store.wait([f"here/{rank}"], timedelta(seconds=_LOOK_S))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _is_here(store: Any, rank: int) -> bool:

@@ -1,8 +1,11 @@
 """The command `maniple`."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,7 +118,7 @@ def run(**options: Any) -> None:
       maniple run -n 4 --rule downpour --every 1 train.py --lr 0.05
       maniple run -n 2 --devices cuda:0,cuda:1 --maximum-rate 0.1 train.py
       maniple run -n 8 --restarts 3 train.py --shard data/part-{rank}.npz
-      maniple run -n 4 --resume runs/last train.py
+      maniple run --resume runs/last                        as it was begun, where it was
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
       maniple run -n 2 --hosts node-1,node-2 train.py       2 workers on each, by ssh
       maniple run -n 4 --feed produce.py --producers 2 train.py
@@ -203,16 +206,49 @@ def main() -> None:
 
 def told(act: Callable[[], Any]) -> None:
     """Do something; every error of ours is one message and its exit code."""
+    _open_streams()
     try:
         act()
     except ManipleError as error:
-        click.echo(f"maniple: {error}", err=True)
+        _complain(str(error))
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}:
             raise
-        where = error.filename or "a file"
-        click.echo(
-            f"maniple: {where} cannot be written: {error.strerror}. Make room, or choose another --runs.", err=True
-        )
+        where = error.filename or "a file, or the standard output,"
+        _complain(f"{where} cannot be written: {error.strerror}. Make room, or choose another --runs.")
         sys.exit(3)
+    finally:
+        _flush_streams()
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # the exit code tells it even if standard error is full or gone
+        click.echo(f"maniple: {text}", err=True)
+
+
+def _open_streams() -> None:
+    """Make sure that all three standard streams are open, and that any text can be printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The next file to be opened would get this number, and what prints would write into it, be it a lock or
+            # the center. The lowest free number is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed when Python started
+            setattr(sys, name, open(number, "w", errors="replace", closefd=False))
+        elif isinstance(stream, TextIOWrapper):  # one "?" for each character that its encoding lacks
+            stream.reconfigure(errors="replace")
+
+
+def _flush_streams() -> None:
+    """Write what is left. What cannot be written must not turn the exit code into Python's 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

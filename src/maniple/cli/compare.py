@@ -7,6 +7,7 @@ import msgspec
 
 from maniple.cli.columns import aligned
 from maniple.cli.plot import smooth
+from maniple.record.folder import json_line
 from maniple.watch.compare import cells, differences, settle_target, summarize
 from maniple.watch.overlay import baseline
 from maniple.watch.plot import shortened
@@ -44,7 +45,7 @@ def compare(
     if is_json:
         rows = [one.as_row() for one in found]
         told = {"value": value, "target": target, "falling": aim.falling if aim else None}
-        click.echo(msgspec.json.encode(told | {"runs": rows, "differences": differ}, enc_hook=str).decode())
+        click.echo(json_line(told | {"runs": rows, "differences": differ}))
         return
     words = [cells(one, value, aim) for one in found]
     table = [(name, *(shortened(row[name], _WIDTH) for row in words)) for name in words[0]]
@@ -52,7 +53,7 @@ def compare(
         click.echo(line)
     base = baseline(opened)
     if base is not None and base.workers != 1:
-        click.echo("speed-ups are estimates: none of these runs has one worker.")
+        click.echo("no speed-ups: they are over a run with one worker, and none was given.")
     if differ:
         click.echo("\nsettings that differ")
         told = [(name, *(shortened(_word(value), _WIDTH) for value in values)) for name, values in differ.items()]

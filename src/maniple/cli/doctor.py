@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-import msgspec
 from click.core import ParameterSource
 
 from maniple.cli.job import listed
@@ -18,6 +17,7 @@ from maniple.errors import InvalidArgument
 from maniple.launch import Job
 from maniple.launch.board import count
 from maniple.launch.room import Room
+from maniple.record.folder import json_line
 from maniple.session.file import SUFFIXES
 
 _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
@@ -81,7 +81,7 @@ def doctor(context: click.Context, /, *, is_json: bool, **options: Any) -> None:
     case = _case(**options)
     check_case(case)
     found = examine(case, chosen(case))
-    click.echo(msgspec.json.encode([asdict(one) for one in found]).decode() if is_json else _lines(found))
+    click.echo(json_line([asdict(one) for one in found]) if is_json else _lines(found))
     sys.exit(1 if any(one.level == GRAVE for one in found) else 0)
 
 

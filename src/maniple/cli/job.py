@@ -1,22 +1,28 @@
 """From the options of a command to the job that they ask for."""
 
+import os
 import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from maniple.errors import InvalidArgument
 from maniple.launch import Job, Listen
 from maniple.pace import Every, RateLimit, parse_pace
 from maniple.place import Limits
+from maniple.record import Folder
 from maniple.rules import parse_rule
 from maniple.spec import split
 from maniple.wire.address import Address
 from maniple.worker.asked import check_rule_and_pace
 
 _OF_MODEL = ("model", "model_args", "snapshot_epochs")
+# Of a run that goes on without a script being named: its options, and what run.json calls them.
+_REPEATED = {"restarts": "restarts", "circle": "circle", "deterministic": "deterministic", "producers": "producers",
+             "snapshot_every_s": "snapshot_every"}  # fmt: skip
 
 
 def job_from(
@@ -35,6 +41,11 @@ def job_from(
     **rest: Any,
 ) -> Job:
     """The job that the options of a command ask for."""
+    if rest.get("resume") is not None and "script" in rest and rest["script"] is None and rest["model"] is None:
+        again = _begun_with(rest["resume"])
+        rest |= {name: value for name, value in again.items() if name in rest and not _is_given(name)}
+        workers = again["workers"] if workers is None and not devices and not hosts else workers
+        devices, hosts = devices or again["devices"], hosts or again["hosts"]
     if "script" in rest:
         rest["script"] = _program(rest["script"], rest["model"], rest["args"])
     else:  # a host alone
@@ -65,11 +76,53 @@ def job_from(
     return Job(workers=count, pace=pace, devices=given, hosts=nodes, listen=where, limits=limits, web=page, **rest)
 
 
+def _begun_with(run: Path) -> dict[str, Any]:
+    """What a run was begun with, as options: its script or model, and how many workers of what kind."""
+    about = Folder(run.resolve()).read()
+    asked: dict[str, Any] = about.get("asked") or {}
+    if (reason := _no_program(run, about, asked)) is not None:
+        raise InvalidArgument(
+            f"--resume {run} names no script to run: it {reason}. Name the script after it, or another run: runs/NAME."
+        )
+    again: dict[str, Any] = {name: asked[key] for name, key in _REPEATED.items() if key in asked}
+    again |= {"workers": asked["workers"] // max(1, len(asked["hosts"])), "feeds": tuple(asked.get("feeds", ()))}
+    again |= {name: ",".join(asked[name]) for name in ("devices", "hosts")}
+    if asked.get("model"):
+        again["model"] = asked["model"]
+    else:
+        again |= {"script": Path(asked["script"]), "args": tuple(asked["args"])}
+    if about.get("exit_code") != 0:  # else it may be a limit that has ended it
+        again |= {part.name: asked[part.name] for part in fields(Limits) if part.name in asked}
+    return again
+
+
+def _no_program(run: Path, about: dict[str, Any], asked: dict[str, Any]) -> str | None:
+    """Why a run tells of nothing that could be started again; None if it does."""
+    launcher = asked.get("launcher", "maniple")
+    if about.get("lineage") is None:
+        return "is no run folder, as it has no run.json with a lineage"
+    if (run / "run.json").stat().st_uid != os.getuid():
+        return "belongs to another user, whose script is not started unless it is named"
+    if asked.get("script") is None:
+        return "was a host alone, which `maniple serve --resume` continues"
+    if launcher != "maniple":
+        return f"had workers that {launcher} has started, which starts them again with MANIPLE_RESUME"
+    return "had workers on a Ray cluster, for which there is `maniple submit --ray`" if asked.get("ray") else None
+
+
+def _is_given(name: str) -> bool:
+    """Somebody has given the option a value, on the command line, in a file or by a variable."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) not in {None, ParameterSource.DEFAULT}
+
+
 def _program(script: Path | None, model: str | None, args: tuple[str, ...]) -> Path:
     """The file that the workers run: a script, or that of a model's class."""
     if model is None:
         if script is None:
-            raise click.UsageError("Missing argument 'SCRIPT'. Name a script, or a class by --model FILE.py:CLASS.")
+            raise click.UsageError(
+                "Missing argument 'SCRIPT'. Name a script, a class by --model FILE.py:CLASS, or --resume RUN."
+            )
         return script
     if script is not None or args:
         raise InvalidArgument(

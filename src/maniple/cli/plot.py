@@ -63,4 +63,6 @@ def plot(*, runs: tuple[Path, ...], value: str, against: str, output: Path, is_l
     click.echo(f"drawn: {output}")
     base = baseline(opened)
     if base is not None and base.workers != 1 and speedups(opened):
-        click.echo(f"no run with one worker was given: speed-ups are over {base.name} with {base.workers} workers.")
+        click.echo(
+            f"no run with one worker was given: speeds are over that of {base.name} with {base.workers} workers."
+        )

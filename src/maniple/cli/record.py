@@ -37,7 +37,8 @@ def table(times: Times) -> list[str]:
     rows: list[tuple[str, ...]] = [("worker", "epoch", "batches", "seconds", *PARTS, "loss", "lr")]
     for rank, epochs in times.workers.items():
         for epoch in epochs:
-            parts = (f"{100 * epoch.split[part] / max(1e-9, epoch.seconds):.1f} %" for part in PARTS)
+            found = {part: f"{100 * epoch.split[part] / max(1e-9, epoch.seconds):.1f} %" for part in PARTS}
+            parts = (found if epoch.measures_data else found | {"data": "not measured"}).values()
             lr = "-" if epoch.lr is None else f"{epoch.lr:.4g}"
             numbers = (str(rank), str(epoch.number), str(epoch.batches), f"{epoch.seconds:.2f}")
             rows.append((*numbers, *parts, f"{epoch.loss:.4g}", lr))

@@ -36,7 +36,8 @@ class Session:
 
     Args:
         model: the class to train, as FILE.py:CLASS or itself, if its file can be imported.
-        script: a script to run instead, with its arguments `args`.
+        script: a script to run instead, with its arguments `args`. With `resume` both may be left out: then it is what
+            the run was begun with.
         options: any option of `maniple run`, with `_` for `-`: `workers=2`, `max_epochs=3`, `bind=False`,
             `model_arg=["lr=0.1"]`; for `model_arg` also a dict.
     """
@@ -49,7 +50,8 @@ class Session:
         args: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        if (model is None) == (script is None):
+        is_repeated = options.get("resume") is not None and model is None and script is None
+        if (model is None) == (script is None) and not is_repeated:
             raise InvalidArgument(
                 f"a session runs a model or a script, and was given {'neither' if model is None else 'both'}. "
                 'Write Session(model="net.py:Net") or Session(script="train.py").'

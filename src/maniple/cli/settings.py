@@ -52,7 +52,7 @@ def settings(command: Command) -> Command:
                 "--resume",
                 type=click.Path(path_type=Path),
                 metavar="RUN",
-                help="Go on with a run whose host has ended or was killed, in its own folder.",
+                help="Continue a run whose host has ended or was killed, in its own folder.",
             ),
             click.option(
                 "--snapshot",
@@ -81,6 +81,15 @@ def settings(command: Command) -> Command:
                 help="A worker elsewhere trains on for so long without its host, then saves its replica and fails.",
             ),
             click.option(
+                "--max-memory",
+                "max_memory_mb",
+                type=float,
+                default=0.0,
+                metavar="MB",
+                help="Workers and clients elsewhere may fill the run's shared memory up to this. Default: 90 % of what "
+                "is free.",
+            ),
+            click.option(
                 "--controller",
                 metavar="FILE.py:CLASS",
                 help="A controller of one's own, derived from maniple.Controller.",
@@ -99,7 +108,11 @@ def settings(command: Command) -> Command:
                 "--max-epochs", type=int, default=0, metavar="N", help="Stop after N epochs of worker.sampler."
             ),
             click.option(
-                "--total-duration", type=float, default=0.0, metavar="SECONDS", help="Stop after so many seconds."
+                "--total-duration",
+                type=float,
+                default=0.0,
+                metavar="SECONDS",
+                help="Stop after so many seconds of training, from the first step of any worker on.",
             ),
             click.option(
                 "--validate-every",

@@ -58,9 +58,9 @@ def watch(
       maniple watch node-07:29400 --token-file token                    of a run on another machine
 
     Columns: speed in samples (or steps) per second; loss as last logged; sync, the share of time spent in exchanges;
-    staleness, how many exchanges of others the parameters had missed. The last line: speed-up over one worker that
-    waits for nobody; goodput, the part of all workers' time that was spent for training itself; the center's version,
-    how many exchanges or rounds have changed it.
+    staleness, how many exchanges of others the parameters had missed. The last line: how many workers are busy
+    computing, in the mean; goodput, the part of all workers' time that was spent for training itself; the center's
+    version, how many exchanges or rounds have changed it.
     """
     with Subject(str(run), token_file, certificate) as subject:
         if web:

@@ -14,7 +14,7 @@ class Controller:
 
         next       info: done (batches made since the last time; not needed where a model is shared)
                    answer: "train", "validate" (you alone; look at the center) or "stop"
-        validated  info: loss (of the center)
+        validated  info: loss (of the center); published (the center is exactly what was validated; the worker adds it)
                    answer: {"best": true if it was the best so far, "stop": true if it was the last}
                    or info: means, weight, batches, of, epoch: what was found on a part of the data. The answer has
                    the means over all parts as `means` once they make `of` batches

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from maniple.center.segment import abandoned
+from maniple.center.segment import abandoned, homeless, remedy
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
 from maniple.launch.board import count
@@ -55,8 +55,11 @@ def look_at_leftovers(_: Case) -> Iterable[Finding]:
     """Centers of runs whose hosts were killed."""
     for path in (found := abandoned(shared_memory())):
         size_mb = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) / _MB
+        limit = "its host was killed"
         fix = "`maniple run --resume RUN` goes on with it; any other run saves it to its folder and frees the memory."
-        yield warning(f"{path} of a dead run holds {size_mb:,.1f} MB", limit="its host was killed", fix=fix)
+        if (run := homeless(path)) is not None:
+            limit, fix = f"its host was killed, and its run folder {run} is gone", remedy(path)
+        yield warning(f"{path} of a dead run holds {size_mb:,.1f} MB", limit=limit, fix=fix)
     if not found:
         yield fine("nothing is left of dead runs")
 

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from maniple.center.segment import is_guarded, segment_path
+from maniple.center.segment import check_own, is_guarded, segment_path
 from maniple.doctor.case import Case
 from maniple.doctor.finding import Finding, fine, grave, warning
+from maniple.errors import InvalidArgument
 from maniple.launch.board import count
 from maniple.place import shared_memory
 from maniple.record import Folder, Row
-from maniple.record.events import parse_events
+from maniple.record.events import parse_events, parts
+from maniple.record.rows import MAX_ROW_BYTES
 from maniple.wire.posted import FILE, Posted
 
 _LATELY_S = 3600.0
@@ -60,6 +62,10 @@ def look_at_life(case: Case) -> Iterable[Finding]:
         yield fine(f"its host is on {node}: only its address can tell whether it lives")
     elif described.get("asked", {}).get("center") == "mpi":
         yield fine("it is a job of MPI, which has no host; its launcher tells whether it lives")
+    elif wrong := _not_own(memory):
+        yield grave(
+            wrong, limit="whoever made it can change all values", fix="Do not go on with this run as this user."
+        )
     elif memory.exists() and is_guarded(memory):
         yield fine(f"its host is alive, process {posted.pid}" if posted else "its host is alive")
     else:
@@ -121,13 +127,13 @@ def look_at_room(case: Case) -> Iterable[Finding]:
 def look_at_losses(case: Case) -> Iterable[Finding]:
     """Workers that were lost or failed lately."""
     folder = _folder(case)
-    lost = [(row["worker"], row) for row in _events(folder.events("server"), "lost") if _is_recent(row)]
+    lost = [(row.get("worker", 0), row) for row in _events(folder.events("server"), "lost") if _is_recent(row)]
     failed = [(rank, row) for rank, row in _rows(folder, "failed") if _is_recent(row)]
     for rank, row in [*lost, *failed][-5:]:
         why = row.get("reason") or row.get("error") or "no reason is known"
         what = "was lost" if row["event"] == "lost" else "failed"
         fix = f"Its last lines, if it was started here: {folder.log(rank)}. Limits of memory and time kill silently."
-        yield warning(f"worker {rank} {what} at {row['datestamp']}: {why}", limit="within the last hour", fix=fix)
+        yield warning(f"worker {rank} {what} at {row.get('datestamp')}: {why}", limit="within the last hour", fix=fix)
     if not lost and not failed:
         yield fine("no worker was lost within the last hour")
 
@@ -151,6 +157,16 @@ def _memory(lineage: str, posted: Posted | None) -> Path:
     return Path(posted.segment) if posted and posted.segment else segment_path(shared_memory(), lineage)
 
 
+def _not_own(memory: Path) -> str:
+    try:
+        check_own(memory)
+    except InvalidArgument as error:
+        return str(error)
+    except OSError:
+        pass
+    return ""
+
+
 def _shared(case: Case) -> list[tuple[int, Row]]:
     return _rows(_folder(case), "share")
 
@@ -162,9 +178,10 @@ def _rows(folder: Folder, event: str) -> list[tuple[int, Row]]:
 def _events(path: Path, event: str) -> list[Row]:
     """The rows of one kind. A long run has gigabytes of others, which are neither kept nor even split into lines."""
     lines: list[bytes] = []
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        while block := file.read(_BLOCK) + file.readline():
-            lines += _lines_with(f'"event":"{event}"'.encode(), block)
+    for part in parts(path):
+        with suppress(FileNotFoundError), part.open("rb") as file:
+            while block := file.read(_BLOCK) + file.readline(MAX_ROW_BYTES):
+                lines += _lines_with(f'"event":"{event}"'.encode(), block)
     return [row for row in parse_events(lines) if row["event"] == event]
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from maniple.errors import HostAway, InvalidArgument
+from maniple.errors import HostAway, InvalidArgument, say
 from maniple.feed.batch import Batch
 from maniple.feed.batches import DEFAULT
 from maniple.feed.near import NearSink, RunOver
@@ -97,7 +97,7 @@ class Feed:
         """End as the producers that a launcher has started do: with the run, and well."""
         self._is_closed = True  # there is nobody left to be told
         self._sink.close()
-        print(f"maniple: {error}", file=sys.stderr)
+        say(str(error))
         raise SystemExit(0) from error
 
     def _watch_the_end(self) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.center.link import Door, Link, checked
+from maniple.center.locks import Patience
 from maniple.center.tcp import insist
 from maniple.contracts import Array
 from maniple.errors import BadFrame, HostAway, ManipleError
@@ -22,7 +23,7 @@ from maniple.feed.near import RunOver
 from maniple.place import Place
 from maniple.wire.batches import Batch, End, Fetch, Got, Later, Over, Push, Room, Supplied, Supply
 from maniple.wire.messages import Message, Refusal
-from maniple.wire.stream import Stream
+from maniple.wire.stream import TIMEOUT_S, Stream
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class _Line:
     def __init__(self, place: Place) -> None:
         self._link = Link(Door.of(place), "feed")
         self.deadline_s = place.host_deadline_s
-        self._broken_since: float | None = None
+        self._break: Patience | None = None  # for as long as it has been broken
         insist(self._link, lambda: None, _FIRST_S)
 
     def stream(self) -> Stream:
@@ -46,7 +47,7 @@ class _Line:
     def hear(self, stream: Stream) -> tuple[Message, int]:
         """What the host says next."""
         message, size = stream.receive()
-        self._broken_since = None
+        self._break = None
         if isinstance(message, Refusal) and message.kind == "RunOver":
             raise RunOver("the run has ended, and nobody takes batches any more. Push while it goes on.")
         return checked(message), size
@@ -72,9 +73,9 @@ class _Line:
             return None
 
     def _mind_break(self, error: BaseException) -> None:
-        if self._broken_since is None:
-            self._broken_since = time.monotonic()
-        if time.monotonic() - self._broken_since > self.deadline_s:
+        if self._break is None:
+            self._break = Patience(self.deadline_s, slice_s=TIMEOUT_S + 1.0)  # for as long as a message may take
+        if self._break.is_over():
             raise HostAway(
                 f"the host has been away for {self.deadline_s:g} s: {error}. Start it again with `maniple serve "
                 "--resume RUN`; raise --host-deadline if it may be away for longer."

@@ -138,6 +138,12 @@ class Ring:
             known = self._slots[slot] = np.frombuffer(_mapped(self.folder / f"slot-{slot}", whole), np.uint8)
         return known[:size]
 
+    def room_bytes(self, slot: int) -> int:
+        """The bytes that a slot has room for already."""
+        with suppress(FileNotFoundError):
+            return (self.folder / f"slot-{slot}").stat().st_size
+        return 0
+
     def close(self) -> None:
         """Give back what this side holds."""
         self.give_back()

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from maniple.center.locks import Patience
 from maniple.errors import Conflict, InvalidArgument, ProducerFailed, WaitedTooLong
 from maniple.feed.ring import (
     COUNT,
@@ -107,7 +108,8 @@ class Watch:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._since: float | None = None  # nobody who could push was there since then
+        self._patience: Patience | None = None  # while nobody is there who could push
+        self._missed: dict[int, tuple[int, Patience]] = {}  # since when a producer elsewhere has been cut off
         self._stand: dict[str, int] | None = None  # of feeds in which all who could open this one are held up
 
     def has_ended(self) -> bool:
@@ -118,7 +120,7 @@ class Watch:
             fates = [self._fate(index) for index in range(ring.words[COUNT])]
             missing = [index for index, fate in enumerate(fates) if fate == NEVER]
             if LIVE in fates or not is_empty:
-                self._since = None
+                self._patience = None
                 return False
             if fates and not missing:
                 return True
@@ -147,7 +149,10 @@ class Watch:
             return FAILED
         if words[MISSED + index] == _FAR:
             words[MISSED + index] = time.monotonic_ns()
-        return FAILED if time.monotonic_ns() - words[MISSED + index] > AWAY_S * 1e9 else LIVE
+        since_ns = words[MISSED + index]
+        if self._missed.get(index, (0, None))[0] != since_ns:  # a new absence
+            self._missed[index] = since_ns, Patience(AWAY_S - (time.monotonic_ns() - since_ns) / 1e9)
+        return FAILED if self._missed[index][1].is_over() else LIVE
 
     def _told(self, index: int) -> int:
         """What the launcher has noted of a producer: LIVE until its process is collected."""
@@ -173,11 +178,11 @@ class Watch:
         """Nobody is there who could push: some may still come, but not for ever."""
         ring, marks = self._ring, read_marks(self._ring.segment)
         if marks and not ring.words[COUNT] and self._may_open(marks):
-            self._since = None
+            self._patience = None
             return
-        if self._since is None:
-            self._since = time.monotonic()
-        if time.monotonic() - self._since > COME_S:
+        if self._patience is None:
+            self._patience = Patience(COME_S)
+        if self._patience.is_over():
             who = f"producers {missing} of" if missing else "a producer for"
             others = _names(ring)
             raise WaitedTooLong(

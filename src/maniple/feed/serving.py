@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maniple.bell import Bell
-from maniple.errors import BadFrame
+from maniple.errors import BadFrame, InvalidArgument
 from maniple.feed import roll
 from maniple.feed.batch import check
 from maniple.feed.near import LOOK_S, Outlook
@@ -20,20 +20,28 @@ from maniple.wire.stream import NEVER_S, TIMEOUT_S, Stream
 
 _SAY_S = 1.0  # so often the other side hears that the host is alive
 _MAX_TRACE_BYTES = 1 << 20
+_MAX_FEEDS = 64
 
 _intakes: "set[_Intake]" = set()  # those that are open
 
 
-def serve_feed(stream: Stream, segment: Path, worker: str, is_over: Callable[[], bool]) -> None:
-    """Serve a connection until it ends, or the run does."""
+def serve_feed(
+    stream: Stream, segment: Path, worker: str, is_over: Callable[[], bool], allow: Callable[[int], None]
+) -> None:
+    """Serve a connection until it ends, or the run does. `allow` raises if a batch may not take so many bytes more."""
     stream.set_timeout(NEVER_S)
     message, size = stream.receive()
     if size or not isinstance(message, Supply | Fetch):
         raise BadFrame("a producer or a worker of a feed was expected.")
+    feeds = {path.name for path in segment.glob("feed-*")}
+    if f"feed-{message.feed}" not in feeds and len(feeds) >= _MAX_FEEDS:
+        raise InvalidArgument(
+            f"feed {message.feed!r} cannot be opened: there are {_MAX_FEEDS} already. Use one of them."
+        )
     ring = Ring(segment, message.feed)
     try:
         if isinstance(message, Supply):
-            _Intake(stream, ring, is_over).serve(message, worker)
+            _Intake(stream, ring, is_over, allow).serve(message, worker)
         else:
             _Outlet(stream, ring, is_over).serve(message)
     finally:
@@ -68,6 +76,10 @@ class _Side:
 
 class _Intake(_Side):
     """A producer's connection."""
+
+    def __init__(self, stream: Stream, ring: Ring, is_over: Callable[[], bool], allow: Callable[[int], None]) -> None:
+        super().__init__(stream, ring, is_over)
+        self._allow = allow
 
     def serve(self, supply: Supply, worker: str) -> None:
         """Enter the producer, and take what it pushes until it ends."""
@@ -115,6 +127,7 @@ class _Intake(_Side):
         while (slot := ring.reserve()) is None:
             rung = self._pause(ring.room, rung)
         try:
+            self._allow(max(0, push.size_bytes - ring.room_bytes(slot)))
             buffer = ring.buffer(slot, push.size_bytes)
             stream.set_timeout(TIMEOUT_S)
             stream.send(Room())

@@ -17,7 +17,7 @@ import msgspec
 from maniple.center.segment import MAX_WORKERS, Segment, refusal
 from maniple.changes import Changes
 from maniple.decisions import Decisions, Holder, Known
-from maniple.errors import BadFrame, HandlerFailed, ManipleError, WaitedTooLong, raise_remote
+from maniple.errors import BadFrame, HandlerFailed, InvalidArgument, ManipleError, WaitedTooLong, raise_remote
 from maniple.host.best import Best
 from maniple.place import Limits
 from maniple.record import Events
@@ -29,6 +29,7 @@ from maniple.wire.plain import plain
 
 _FILE = "controller"
 _RESERVED = "maniple-"
+_MOST_ASKERS = 2 * MAX_WORKERS  # a worker asks under one name, and its leases under another
 _KEEP_EVERY_S = 1.0  # the workers' counts, which they tell again
 _PATIENCE_S = 30.0  # for a controller that is answering
 _BEAT_COST_S = 0.001  # so that a crowd near its limit does not keep the host from its work
@@ -101,8 +102,9 @@ class Desk:
 
     def keep_best(self, number: int) -> None:
         """What was validated last is the best so far, for the `number`-th time."""
-        if (path := self._trying(lambda: self._best.keep(number))) is not None:
-            self._events.write("best", loss=self._controller.decisions.known.best, name=path.name)
+        loss = self._controller.decisions.known.best
+        if (path := self._trying(lambda: self._best.keep(number, loss))) is not None:
+            self._events.write("best", loss=loss, name=path.name)
 
     def keep_epoch(self, number: int) -> str | None:
         """Keep the center as it is now, after so many epochs; gives the snapshot's name."""
@@ -156,6 +158,11 @@ class Desk:
             if question.sequence < number:
                 raise WaitedTooLong(
                     f"{question.request!r} was given up by its worker, which has asked on. Ask it again."
+                )
+            if number == 0 and len(self._minutes.answered) >= _MOST_ASKERS:
+                raise InvalidArgument(
+                    f"{len(self._minutes.answered):,} workers have asked the controller, and the last answer to each "
+                    f"is kept (limit {_MOST_ASKERS:,}). Let workers end in order, by worker.leave(): that frees theirs."
                 )
             if question.sequence > number:
                 controller, now = self._controller, time.time()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from maniple.center.locks import read_own
 from maniple.errors import InvalidArgument
 from maniple.host.host import Host
 from maniple.host.server import unsay_over
@@ -133,8 +134,8 @@ def _known(folder: Folder) -> Posted | None:
 def _token(home: Path) -> str:
     """The run's token: the one that is there, or a fresh one, in a file that only its owner can read."""
     path = home / "token"
-    if path.exists():
-        return path.read_text().strip()
+    if path.exists() or path.is_symlink():
+        return read_own(path).decode().strip()
     token = fresh_token()
     write_whole(path, f"{token}\n".encode(), mode=0o600)
     return token

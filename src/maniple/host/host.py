@@ -21,12 +21,28 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.keeping import begin_again, find_again, is_overtaken, keep, save, set_most, unfinished
+from maniple.host.keeping import (
+    UNDER_WAY,
+    abandon_bests,
+    begin_again,
+    find_again,
+    is_kept_seldom,
+    is_overtaken,
+    keep,
+    repeated_steps,
+    save,
+    set_most,
+    unfinished,
+    where,
+)
 from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 from maniple.record.versions import versions
+from maniple.sampler import position
+from maniple.sampler.position import Position, settle
 
 KEEP = 3
+UNSAVED = 3  # the exit code of a run that went well, but whose center could not be saved
 
 
 class Host:
@@ -117,10 +133,9 @@ class Host:
     ) -> "Host":
         """Go on with the run in folder `run`.
 
-        If its center survives in shared memory, and the run has not gone on elsewhere since, that is taken over and
-        nothing was lost; else the newest snapshot is
-        restored, or `which`: a number, or "best". If the newest is damaged, the next older one is offered in the
-        error, or taken with `falls_back`.
+        If its center survives in shared memory, and the run has not gone on elsewhere since, that is taken over;
+        else the newest snapshot is restored, or `which`: a number, or "best". If the newest is damaged, the next older
+        one is offered in the error, or taken with `falls_back`.
         """
         folder = Folder(run.resolve())
         lineage = folder.read().get("lineage")
@@ -129,41 +144,69 @@ class Host:
                 f"{run} is no run folder: it has no run.json with a lineage. Give runs/NAME or runs/last."
             )
         news: list[str] = []
-        left = Restored.read(segment_path(shared_memory, lineage))
+        is_newest = True
+        is_there = Segment.is_there(shared_memory, lineage)
+        left = Restored.read(segment_path(shared_memory, lineage)) if is_there else Restored()
         is_wanted = which is None and not is_overtaken(folder, left)
         segment = Segment.adopt(shared_memory, lineage, folder.path) if is_wanted else None
         if segment is not None:
             finished = finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
-            news.append("the center has survived in shared memory: nothing was lost")
-            folder.describe(resumed=time.time(), exit_code=None, ended=None)
+            one = settle(segment.path, position.read(segment.path), int(asked.get("workers") or 0))
+            # Workers who meet bring the center up to date from time to time only; others with each exchange.
+            lost = (
+                "steps since it was brought up to date are lost" if is_kept_seldom(segment) else "no exchange was lost"
+            )
+            lost = lost if one is None else _repeated(folder, one)
+            news.append(f"the center has survived in shared memory: {lost}")
+            folder.describe(resumed=time.time(), exit_code=None, ended=None, **_asked_now(asked))
             host = cls(folder, segment, lineage, asked, most=most)
             host._is_adopted = True
-            host.events.write("adopted", finished=finished)
+            host.events.write("adopted", finished=finished, saved=None if one is None else one.saved)
         else:
             sweep(shared_memory, _salvage)
             path, manifest = _chosen(folder, lineage, which, falls_back=falls_back, news=news)
             is_all = _has_all(folder, manifest)
+            is_newest = which is None or manifest.number == snapshots(folder.center)[-1][0]
             segment = Segment.create(shared_memory, lineage, folder.path, is_making=True)
             count = int(folder.read().get("restored", 0)) + 1
             try:
                 find_again(segment, path, manifest)
-                Restored(count, 0.0 if is_all else manifest.saved, manifest.applied).write(segment.path)
+                saved = 0.0 if is_all else manifest.saved
+                had = Restored(count, saved, manifest.applied, manifest.words, manifest.forgotten, path.resolve().name)
+                had.write(segment.path)
                 for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                     segment.mark(rank, DEAD)
                 segment.made()
-                folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None)
+                folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None, **_asked_now(asked))
             except BaseException:
                 segment.remove()
                 raise
-            ago = time.time() - manifest.saved
+            one = settle(segment.path, position.read(segment.path), int(asked.get("workers") or 0))
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
-            lost = "nothing was" if is_all else f"what was contributed after that ({ago:,.0f} s ago) is"
-            news.append(f"the center begins again from {path.name} of {when}: {lost} lost")
+            lost = _lost(folder, manifest, one, is_all=is_all)
+            news.append(f"the center begins again from {path.name} of {when}: {lost}")
             host = cls(folder, segment, lineage, asked, most=most)
-            host.events.write("restored", snapshot=path.name, saved=manifest.saved, updates=manifest.updates)
+            made = {"updates": manifest.updates, "rounds": None if one is None else one.rounds}
+            host.events.write("restored", snapshot=path.name, saved=manifest.saved, **made)
+        host.news = [*news, *host._put_bests_aside(), *filter(None, [where(segment, one)])]
+        host._offer_optimizers(is_newest=is_newest)
         begin_again(segment)
-        host.news = news
         return host
+
+    def _put_bests_aside(self) -> list[str]:
+        """After a restore: rename the best center if it was validated after the snapshot; gives what to say of it."""
+        said: list[str] = []
+        for name in abandon_bests(self.segment, self.folder):
+            self.events.write("abandoned", name=name)
+            said.append(f"the best center was validated after that: it is kept as {name}, and center/best begins anew")
+        return said
+
+    def _offer_optimizers(self, *, is_newest: bool) -> None:
+        """Let workers continue with the optimizer states that were saved, unless the run goes back behind them."""
+        if is_newest:
+            (self.segment.path / position.RESUMED).touch()
+        elif self.folder.optimizers():  # of a training that is given up, perhaps because it went wrong
+            self.news.append("optimizer states that were saved after that snapshot are not used")
 
     @property
     def has_joined(self) -> bool:
@@ -211,28 +254,63 @@ class Host:
     def close(self, exit_code: int | None) -> list[Path]:
         """Save the center, remove the shared memory, and write down how the run ended; gives the files.
 
-        If the center cannot be saved (OSError), it stays in memory, and a later run saves it.
+        If the center cannot be saved, it stays in memory, and a later run saves it; the exit code is then UNSAVED,
+        unless it was another error before.
         """
+        ended: dict[str, Any] = {}
         try:
             path = self.save()
             for number, one in unfinished(self.segment).items():
                 self.events.write("sampled", sampler=number, epochs=one.cursors[-3:], unfinished=one.samples)
                 self.unfinished += one.samples
             self.segment.remove()
+            for left in self.folder.optimizers(".center-*"):  # by workers that were killed while writing them
+                with suppress(OSError):
+                    left.unlink()
+        except Exception as error:
+            if exit_code is not None:
+                exit_code = exit_code or UNSAVED
+            ended = {"end": f"the center could not be saved, and is kept in {self.segment.path}: {error}"}
+            raise
         finally:
             self.segment.close()
             self.events.write("end", exit_code=exit_code)
             self.events.close()
             with suppress(OSError):
                 if not is_overtaken(self.folder, self._restored):
-                    self.folder.describe(ended=time.time(), exit_code=exit_code)
+                    self.folder.describe(ended=time.time(), exit_code=exit_code, is_saved=not ended, **ended)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
 
 
 def _has_all(folder: Folder, manifest: Manifest) -> bool:
     """The host ended in order, and this snapshot is what it saved then."""
-    ended = folder.read().get("ended")
-    return isinstance(ended, float) and manifest.saved <= ended and manifest.number == snapshots(folder.center)[-1][0]
+    run = folder.read()
+    ended = run.get("ended")
+    return (
+        run.get("is_saved", True)
+        and isinstance(ended, float)
+        and manifest.saved <= ended
+        and manifest.number == snapshots(folder.center)[-1][0]
+    )
+
+
+def _asked_now(asked: dict[str, Any]) -> dict[str, Any]:
+    """What run.json is to say of a run that is resumed: what was asked for now, unless it is a host alone."""
+    return {"asked": asked} if asked.get("script") else {}
+
+
+def _repeated(folder: Folder, one: Position) -> str:
+    """The steps that were made after the center was brought up to date, as far as rows tell of them."""
+    steps = repeated_steps(folder, one)
+    return f"about {steps:,} steps that were made after it are repeated" if steps else "a few steps may be repeated"
+
+
+def _lost(folder: Folder, manifest: Manifest, one: Position | None, *, is_all: bool) -> str:
+    """What was done after a snapshot; `is_all`: the host has ended in order with it."""
+    if one is not None and (not is_all or repeated_steps(folder, one)):
+        return _repeated(folder, one)
+    ago_s = time.time() - manifest.saved
+    return "nothing was lost" if is_all else f"what was contributed after that ({ago_s:,.0f} s ago) is lost"
 
 
 def _chosen(
@@ -266,5 +344,7 @@ def _salvage(segment: Segment, run: Path) -> None:
     if is_overtaken(folder, restored):
         return
     finish_all(segment.path, lambda name: Shared.open(segment, segment.path / name))
+    (folder.center / UNDER_WAY).unlink(missing_ok=True)
     keep(segment, folder, segment.path.name.rpartition("-")[2], restored)
-    folder.describe(exit_code=None, ended=time.time(), end="its host was killed; the center was saved by a later run")
+    end = "its host was killed; the center was saved by a later run"
+    folder.describe(exit_code=None, ended=time.time(), is_saved=True, end=end)

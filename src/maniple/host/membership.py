@@ -1,17 +1,58 @@
 """Membership: which workers there are, and whether they are alive, as the host's server sees them."""
 
+import functools
+import math
 import os
 import select
 import threading
 import time
 
+from maniple.center.locks import Patience
 from maniple.center.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.record import Events
 from maniple.wire.messages import Join
 from maniple.wire.stream import Stream
 
+_MAX_NODE = 255  # characters of a machine's name
 _RETURN_S = 10.0  # for a process that lives and whose connection has broken
+_NOTE_S = 0.2
+_STOPPED_S = 1.0  # well above _NOTE_S, since a busy machine delays threads; workers wait for an answer for longer
+
+
+class _Stops:
+    """Tells whether this process was stopped (SIGSTOP, a suspended job) a short while ago.
+
+    A thread notes the time again and again; if that took too long, the process was stopped, or starved of its core.
+    """
+
+    def __init__(self) -> None:
+        self._noted = time.monotonic()
+        self._resumed = -math.inf
+        threading.Thread(target=self._note_on, name="maniple-stops", daemon=True).start()
+
+    @property
+    def are_recent(self) -> bool:
+        """It was stopped, and has not gone on for longer than workers take to return."""
+        self._note()
+        return time.monotonic() - self._resumed < _RETURN_S
+
+    def _note_on(self) -> None:
+        while True:
+            time.sleep(_NOTE_S)
+            self._note()
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        if now - self._noted > _STOPPED_S:
+            self._resumed = now
+        self._noted = now
+
+
+@functools.cache
+def _stops() -> _Stops:
+    """Those of this process."""
+    return _Stops()
 
 
 class Membership:
@@ -31,10 +72,11 @@ class Membership:
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
         self._speakers: dict[str, Stream] = {}  # the newest control connection of each
-        self._beats: dict[str, int] = {}  # the newest beat of each
+        self._beats: dict[str, int] = {}  # the newest beat of each whose rows are written
         self._incarnations: dict[str, int] = {}
         self._near: dict[str, int] = {}  # the process of each
         self._strangers: set[int] = set()  # the ranks of those who have joined by themselves
+        self._stops = _stops()
 
     def await_returns(self, timeout_s: float) -> None:
         """Those who were alive under the server before this one return within `timeout_s`, or count as lost."""
@@ -42,6 +84,9 @@ class Membership:
         expected = [rank for rank in range(first, MAX_WORKERS) if self._segment.state(rank) == LIVE]
 
         def look() -> None:
+            patience = Patience(timeout_s)
+            while not patience.is_over():
+                time.sleep(0.1)
             with self._lock:
                 known = self._ranks.values()
                 gone = [rank for rank in expected if rank not in known and self._segment.state(rank) == LIVE]
@@ -51,9 +96,7 @@ class Membership:
                 self._events.write("lost", worker=rank, reason="it did not return to a new server", live=self.live)
 
         if expected:
-            timer = threading.Timer(timeout_s, look)
-            timer.daemon = True
-            timer.start()
+            threading.Thread(target=look, name="maniple-returns", daemon=True).start()
 
     @property
     def live(self) -> int:
@@ -66,6 +109,8 @@ class Membership:
 
     def join(self, worker: str, stream: Stream, said: Join) -> tuple[int, int]:
         """A worker has come, or come back; gives its rank and how often that was taken."""
+        if not (0 <= said.pid < 1 << 31 and len(said.node) <= _MAX_NODE and said.node.isprintable()):
+            raise BadFrame(f"process {said.pid} on {said.node[:_MAX_NODE]!r} cannot be a worker.")
         is_ours = said.is_near or said.is_expected  # the launcher has started it, with a rank of its own
         with self._lock:
             self._mind_guests(said)
@@ -128,10 +173,12 @@ class Membership:
         return said.rank
 
     def is_news(self, worker: str, beat: int) -> bool:
-        """The rows of this beat have not come before."""
-        is_news = beat > self._beats.get(worker, 0)
+        """The rows of this beat are not written yet."""
+        return beat > self._beats.get(worker, 0)
+
+    def heard(self, worker: str, beat: int) -> None:
+        """The rows of this beat are written."""
         self._beats[worker] = max(beat, self._beats.get(worker, 0))
-        return is_news
 
     def leave(self, worker: str, *, is_early: bool) -> None:
         """A worker has said goodbye; a guest that goes early may be started again."""
@@ -150,6 +197,8 @@ class Membership:
         """
         if self._are_guests and worker in self._near and not is_silent:
             self._await_end(worker, stream)
+        elif self._stops.are_recent:  # it has given up a host that did not answer, and is about to return
+            self._await_return(worker, stream)
         with self._lock:
             if self._speakers.get(worker) is not stream:
                 return
@@ -160,6 +209,12 @@ class Membership:
             if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
         self._events.write("lost", worker=rank, reason=reason, live=self.live)
+
+    def _await_return(self, worker: str, stream: Stream) -> None:
+        """Until a worker has made a newer connection, or has had the time to."""
+        patience = Patience(_RETURN_S)
+        while self._speakers.get(worker) is stream and not patience.is_over():
+            time.sleep(0.05)
 
     def _await_end(self, worker: str, stream: Stream) -> None:
         """Until a guest's process has ended, it has made a newer connection, or has had the time to."""

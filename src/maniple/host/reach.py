@@ -5,7 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from maniple.center.segment import is_guarded, segment_path
+from maniple.center.locks import read_own
+from maniple.center.segment import check_own, is_guarded, segment_path
 from maniple.errors import InvalidArgument
 from maniple.place import Place, find, shared_memory
 from maniple.record import Folder
@@ -39,10 +40,12 @@ def reach_to_watch(host: str, token_file: Path | None = None, certificate: Path 
     if folder.is_dir():
         about = Folder(folder).read()
         segment = segment_path(shared_memory(), str(about.get("lineage")))
-        posted = Posted.read(segment / FILE)
-        with suppress(FileNotFoundError):  # it has ended just now
+        with suppress(FileNotFoundError):  # it has no memory here, or has ended just now
+            if about.get("exit_code") is None:
+                check_own(segment)
+            posted = Posted.read(segment / FILE)
             if posted is not None and is_guarded(segment):
-                token = (segment / "token").read_text().strip()
+                token = read_own(segment / "token").decode().strip()
                 return Place(address=str(posted.nearest), token=token, host_file=segment / FILE)
         _mind_absence(folder, about)
     return with_token(reach(host, token_file, certificate))

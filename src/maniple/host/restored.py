@@ -15,6 +15,9 @@ class Restored(msgspec.Struct):
     count: int = 0  # how often this lineage began again from a snapshot
     saved: float = 0.0  # when that snapshot was written; 0: nothing was contributed after it
     applied: dict[str, dict[str, list[int]]] = {}  # worker -> center -> each parameter's word at its copy
+    words: dict[str, int] = {}  # worker -> its word, where that was the same at all copies
+    forgotten: int = 0  # workers of which nothing was known any more
+    snapshot: str = ""  # the snapshot's name, until what was validated after it is put aside
 
     @classmethod
     def read(cls, segment: Path) -> "Restored":
@@ -29,4 +32,8 @@ class Restored(msgspec.Struct):
     def has(self, worker: str, center: str, i: int, word: int) -> bool:
         """The snapshot's copy of parameter i has what brought `worker` to `word`."""
         words = self.applied.get(worker, {}).get(center, [])
-        return 0 <= i < len(words) and words[i] >= word
+        return self.words.get(worker, 0) >= word or (0 <= i < len(words) and words[i] >= word)
+
+    def recalls(self, worker: str) -> bool:
+        """What is not known of `worker` here has not happened."""
+        return not self.forgotten or worker in self.words or worker in self.applied

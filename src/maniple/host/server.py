@@ -7,18 +7,21 @@ listening sockets over from the launcher, finishes what was begun, and goes on.
 import contextlib
 import socket
 import ssl
+import sys
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from maniple.center.allowance import Allowance
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import Segment
 from maniple.center.serving import Serving
 from maniple.center.shared import Shared
-from maniple.center.stage import finish_all
-from maniple.center.turns import Left, Turns
+from maniple.center.stage import Stages, finish_all
+from maniple.center.turns import Left, Turn, Turns
 from maniple.errors import BadFrame, ManipleError
 from maniple.feed.serving import serve_feed
 from maniple.host.best import Best
@@ -41,6 +44,7 @@ _MAX_CONNECTIONS = 4096
 _MAX_HALF_OPEN = 64
 _GOODBYE_S = 2.0  # two beats
 _LAST_LOOK_S = 0.8  # for watchers, if workers have taken all of that time: the launcher kills after 3 s
+_LINE_EVERY_S = 1.0
 _OVER = "over"
 
 
@@ -68,7 +72,7 @@ class Server:
         self._restored = Restored.read(place.segment)
         are = {"are_guests": place.is_guest, "is_queued": place.is_queued}
         self._members = Membership(self._segment, self._events, place.world, **are)
-        self._turns = Turns()
+        self._turns = Turns(Stages(self._segment.path))
         best = Best(
             self._folder.center,
             lambda name: keep(self._segment, self._folder, self._lineage, self._restored, name=name),
@@ -82,6 +86,9 @@ class Server:
             desk,
             lambda: save(self._segment, self._folder, self._lineage, self._restored),
         )
+        self._allowance = Allowance(place.segment, int(place.max_memory_mb * 1e6))
+        self._failures = 0  # of connections, since the last line that told of one
+        self._next_line = 0.0
         self._lock = threading.Lock()
         self._half_open: OrderedDict[int, socket.socket] = OrderedDict()
         self._connections = 0
@@ -95,6 +102,7 @@ class Server:
             finished = finish_all(
                 self._segment.path, lambda name: Shared.open(self._segment, self._segment.path / name)
             )
+            self._turns.stages.begin()
             self._members.await_returns(SILENCE_S)
             threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in listeners]
             for thread in threads:
@@ -158,15 +166,35 @@ class Server:
                 self._half_open.pop(number, None)
             try:
                 self._talk(stream, proof)
-            except ManipleError as error:
+            except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, ManipleError):
+                    raise  # the connection has broken
+                if not isinstance(error, ManipleError) or isinstance(error, BadFrame):
+                    self._tell_failure(proof, error)
+                if not isinstance(error, ManipleError):
+                    error = BadFrame(f"the host could not do what was asked: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
                     stream.send(refusal_of(error))
                 stream.linger()
-                raise
         except (OSError, ManipleError):
             pass  # of no account: strangers, cut connections, workers that end; members are noted by `Control`
         finally:
             self._forget(link, number)
+
+    def _tell_failure(self, proof: Proof, error: Exception) -> None:
+        """One line in the log on a connection that an error has ended; the traceback of a defect is in the event."""
+        with self._lock:
+            self._failures += 1
+            if time.monotonic() < self._next_line:  # a peer that fails again and again must not fill the disk
+                return
+            count, self._failures = self._failures, 0
+            self._next_line = time.monotonic() + _LINE_EVERY_S
+        text = f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
+        more = f" ({count - 1} more since the last line)" if count > 1 else ""
+        print(f"maniple: a connection ({proof.role}) of {proof.worker[:32]!r} was ended: {text}{more}", file=sys.stderr)
+        sys.stderr.flush()
+        trace = {} if isinstance(error, ManipleError) else {"traceback": traceback.format_exc()[-4000:]}
+        self._events.write("connection failed", role=proof.role, error=text, count=count, **trace)
 
     def _forget(self, link: socket.socket, number: int) -> None:
         with self._lock:
@@ -185,7 +213,7 @@ class Server:
             self._control.answer(stream, proof.worker)
             return
         if proof.role == "feed":
-            serve_feed(stream, self._segment.path, proof.worker, self._over.is_set)
+            serve_feed(stream, self._segment.path, proof.worker, self._over.is_set, self._allowance.take)
             return
         if proof.role == "doctor":
             answer_doctor(stream, self._segment)
@@ -195,19 +223,26 @@ class Server:
             return
         stream.set_timeout(NEVER_S)
         turn = self._turns.take(proof.worker, stream)
-        serving = Serving(
+        try:
+            self._serve(turn, proof.worker)
+        except Left:
+            self._turns.forget(proof.worker)
+            raise
+        finally:
+            self._turns.end(proof.worker, turn)
+
+    def _serve(self, turn: Turn, worker: str) -> None:
+        Serving(
             turn,
             self._segment,
-            proof.worker,
-            rank=lambda: self._members.rank(proof.worker),
+            worker,
+            rank=lambda: self._members.rank(worker),
+            stages=self._turns.stages,
             included=self._restored.has,
+            recalled=self._restored.recalls,
             save=lambda path: save_as(self._segment, self._folder, path),
-        )
-        try:
-            serving.serve()
-        except Left:
-            self._turns.forget(proof.worker, self._segment)
-            raise
+            allowance=self._allowance,
+        ).serve()
 
     def _welcome(self, mac: bytes) -> Welcome:
         return Welcome(mac, self._lineage, self._restored.count, self._restored.saved)

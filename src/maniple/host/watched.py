@@ -110,7 +110,7 @@ class Watched:
     def _change(self, who: str, said: bytearray) -> str:
         try:
             settings = msgspec.json.decode(said, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"an order came with what is no JSON: {error}.") from None
         check_changes(settings, self._notes())
         changes = self._desk.change(settings)

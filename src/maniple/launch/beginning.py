@@ -43,6 +43,7 @@ def place_of(job: Job, host: Host, *, is_queued: bool) -> Place:
         seed=job.settled_seed,
         wire=job.wire,
         host_deadline_s=job.host_deadline_s,
+        max_memory_mb=job.max_memory_mb,
         is_queued=is_queued,
         launcher=job.launcher,
         circle=job.circle,

@@ -2,6 +2,7 @@
 
 import time
 
+from maniple.launch.death import last_words
 from maniple.record import Folder, Tail
 from maniple.story import Standing, Story, Totals
 
@@ -12,11 +13,15 @@ def count(number: int, thing: str) -> str:
 
 
 class Board:
-    """All workers' standings, kept up to date by following their rows and logs."""
+    """All workers' standings, kept up to date by following their rows and logs.
 
-    def __init__(self, folder: Folder, workers: int) -> None:
+    With `from_now_on`, what workers have printed before is passed over: it belongs to an earlier life of the run.
+    """
+
+    def __init__(self, folder: Folder, workers: int, *, from_now_on: bool = False) -> None:
         self._since = time.time()
         self._story = Story(folder, workers=workers)
+        self._sizes = log_sizes(folder) if from_now_on else {}
         self._logs: dict[int, Tail] = {}
         self._folder = folder
 
@@ -25,7 +30,10 @@ class Board:
         self._story.refresh()
         printed: list[tuple[int, str]] = []
         for rank in self._story.standings:
-            log = self._logs.setdefault(rank, Tail(self._folder.log(rank)))
+            if rank not in self._logs:
+                path = self._folder.log(rank)
+                self._logs[rank] = Tail(path, start=self._sizes.get(path.name, 0))
+            log = self._logs[rank]
             printed += [(rank, line.decode(errors="replace")) for line in log.lines()]
         return printed
 
@@ -55,10 +63,20 @@ class Board:
         """The run is over."""
         return self._story.host_exit_code is not None
 
+    def last_words(self, who: int | str, unwritten: bytes = b"") -> str:
+        """What a process has printed last, in this life of the run; `unwritten`: what a full disk kept from its log."""
+        path = self._folder.log(who)
+        return last_words(path, unwritten, start=self._sizes.get(path.name, 0))
+
     def summary(self) -> str:
         """One line on the whole run."""
         totals = self.totals
-        longest = max((one.now.elapsed_s for one in self.standings.values()), default=0.0)
+        longest = max((one.total.elapsed_s for one in self.standings.values()), default=0.0)
         rate = f", {totals.samples / longest:,.0f} samples/s" if totals.samples and longest else ""
         workers = count(totals.workers, "worker")
         return f"{totals.steps:,} steps, {totals.samples:,} samples in {longest:.1f} s{rate} over {workers}"
+
+
+def log_sizes(folder: Folder) -> dict[str, int]:
+    """How much each process of a run has printed so far, by the names of the logs."""
+    return {path.name: path.stat().st_size for path in folder.log("host").parent.glob("*.log")}

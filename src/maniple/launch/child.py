@@ -10,7 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from maniple.launch import start
+from maniple.launch.output import Output
 from maniple.place import inherited
+
+# A log is text in UTF-8, whatever encoding the launcher's own terminal has, and no character of it can fail a `print`.
+PRINTING = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 class Child:
@@ -18,12 +22,18 @@ class Child:
 
     def __init__(self) -> None:
         self.descriptor = -1  # readable once the process has ended; -1 while there is none
+        self.output: Output | None = None  # of the newest process
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def is_running(self) -> bool:
         """It has been started and not collected yet."""
         return self._process is not None
+
+    @property
+    def unwritten(self) -> bytes:
+        """The newest that it has printed and a full disk has kept from its log."""
+        return b"" if self.output is None else self.output.kept
 
     def spawn(
         self,
@@ -36,16 +46,19 @@ class Child:
         stdin: int = subprocess.DEVNULL,
     ) -> int:
         """Start `command`; gives its process id."""
-        with log.open("ab") as file:
+        self.output = output = Output(log, self.output)
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", start.__file__, str(os.getpid()), cores, *command],
-                env=inherited() | {"PYTHONUNBUFFERED": "1"} | dict(env),
+                env=inherited() | PRINTING | dict(env),
                 stdin=stdin,
-                stdout=file,
+                stdout=output.pipe,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group of its own: it and its children are ended together
                 pass_fds=descriptors,
             )
+        finally:
+            os.close(output.pipe)
         # Both or none: a signal that ends the run may come between any two lines. A process that nobody knows of yet
         # ends with the launcher.
         self._process, self.descriptor = process, os.pidfd_open(process.pid)
@@ -74,6 +87,8 @@ class Child:
                 self._process.stdin.close()
         os.close(self.descriptor)
         self._process, self.descriptor = None, -1
+        if self.output is not None:
+            self.output.finish()
         return exit_code
 
     def signal(self, number: int) -> None:

@@ -1,10 +1,11 @@
 """The death of a process, in words."""
 
+import os
 import signal
 from contextlib import suppress
 from pathlib import Path
 
-_LAST_LINES = 20
+_LAST_LINES, _LAST_BYTES = 20, 1 << 16
 
 
 def reason(exit_code: int) -> str:
@@ -15,16 +16,18 @@ def reason(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def last_words(log: Path) -> str:
-    """What it printed last, and where the rest is."""
-    return f"Its last lines ({short(log)}):\n{last_lines(log)}"
+def last_words(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes, and where the rest is."""
+    return f"Its last lines ({short(log)}):\n{last_lines(log, unwritten, start=start)}"
 
 
-def last_lines(log: Path) -> str:
-    """What it printed last."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+def last_lines(log: Path, unwritten: bytes = b"", *, start: int = 0) -> str:
+    """What it printed last, after the first `start` bytes; `unwritten` is what a full disk has kept from its log."""
+    end = b""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # logs of long runs may be huge
+        end = file.read()
+    lines = (end + unwritten).decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join("    " + line for line in lines)
 
 

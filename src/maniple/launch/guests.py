@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from maniple.center.locks import Patience
 from maniple.center.segment import LEFT, NEVER
 from maniple.errors import WorkerFailed
 from maniple.host import Host
@@ -41,7 +42,7 @@ class Vigil:
         self._guests, self._segment, self._folder = guests, host.segment, host.folder
         self._poll = select.poll()
         self._poll.register(guests.tie, select.POLLIN)
-        self._alone_since = time.monotonic()
+        self._alone = Patience(_PATIENCE_S)
         os.set_inheritable(guests.tie, False)
         self._segment.guests = guests.workers  # an elastic launcher may start more or fewer the next time
         for rank in range(guests.workers):  # also those of a run that goes on: they are new
@@ -54,13 +55,13 @@ class Vigil:
     def is_over(self) -> bool:
         """All have come to their end, or nobody will come any more."""
         if self._segment.live:
-            self._alone_since = time.monotonic()
+            self._alone = Patience(_PATIENCE_S)
             return self._is_launcher_gone
         if all(state == LEFT for state in self._states) or self._is_launcher_gone:
             return True
         # Who has died comes back only where the launcher starts all of them again.
         are_gone = self._guests.launcher != "torchrun" and NEVER not in self._states
-        return are_gone or time.monotonic() - self._alone_since > _PATIENCE_S
+        return self._alone.is_over() or are_gone
 
     def check(self) -> None:
         """Raise WorkerFailed if some have not come to their end."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maniple.center.segment import MAX_WORKERS
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, require_printable
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.gate import Listen
 from maniple.host.host import KEEP
@@ -21,7 +21,7 @@ from maniple.wire.address import Address
 from maniple.wire.codecs import codec
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|tpu)(:\d+)?")
-_SNAPSHOT = re.compile(r"\d+|best|epoch-\d+")
+_SNAPSHOT = re.compile(r"\d+|best|epoch-\d+|best-\d+-abandoned-\d+")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Job:
     wire: str | None = None  # how values travel to workers elsewhere
     listen: Listen | None = None  # for workers elsewhere; None: this machine's shared memory only
     host_deadline_s: float = HOST_DEADLINE_S
+    max_memory_mb: float = 0.0  # what workers elsewhere may take of shared memory; 0: most of what is free
     circle: str | None = None  # what carries rounds; None: what fits
     circle_deadline_s: float = CIRCLE_DEADLINE_S
     deterministic: bool = False  # two runs make the same, to the bit
@@ -79,6 +80,7 @@ class Job:
                 f"--snapshot-every {self.snapshot_every_s:g}, --keep {self.keep}, --host-deadline "
                 f"{self.host_deadline_s:g}: seconds are 0 or more, a deadline above 0, and 1 snapshot or more is kept."
             )
+        self._check_texts()
         self._check_circle()
         if self.snapshot is not None and self.resume is None:
             raise InvalidArgument("--snapshot says where to go on from, but no run was given. Add --resume RUN.")
@@ -105,6 +107,19 @@ class Job:
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
 
+    def _check_texts(self) -> None:
+        """What becomes a variable, a file name or a word of a command must be one."""
+        texts = {"--name": self.name, "--devices": ",".join(self.devices), "--controller": self.controller}
+        texts |= {"--model": self.model, "--feed": " ".join(self.feeds), "--rule": self.rule}
+        for name, text in texts.items():
+            require_printable(name, text or "")
+        for name, words in (("--controller-arg", self.controller_args), ("--model-arg", self.model_args)):
+            for word in words:
+                require_printable(name, word)
+        for word in (str(self.script or ""), *self.args):
+            if "\0" in word:
+                raise InvalidArgument(f"the script's argument {word!r} holds a NUL, which no process can be given.")
+
     def _check_model(self) -> None:
         if self.model is not None:
             split(self.model, "--model")
@@ -118,6 +133,10 @@ class Job:
             raise InvalidArgument(f"--snapshot-epochs {self.snapshot_epochs} is below 0. Write 5; 0 keeps none.")
 
     def _check_circle(self) -> None:
+        if not 0 <= self.max_memory_mb < float("inf"):
+            raise InvalidArgument(
+                f"--max-memory {self.max_memory_mb:g}: megabytes above 0. Write 8000, or leave it out."
+            )
         if not self.circle_deadline_s > 0:
             raise InvalidArgument(f"--circle-deadline {self.circle_deadline_s:g}: seconds above 0. Write 600.")
         if self.circle == "shared" and self.hosts:
@@ -244,6 +263,7 @@ def check_hosts(hosts: tuple[str, ...]) -> None:
     if len(set(hosts)) < len(hosts):
         raise InvalidArgument(f"--hosts {','.join(hosts)} names a host twice. Name it once, and raise -n.")
     for host in hosts:
+        require_printable("--hosts", host)
         if host.startswith("-") or len(host.split()) != 1:
             raise InvalidArgument(
                 f"--hosts has {host!r}, which is no host. Write names for ssh: --hosts node-1,node-2."

@@ -1,18 +1,21 @@
 """A run on this machine: workers are started together, looked after and ended, and nothing of them is left."""
 
+import errno
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
+from maniple.host.host import UNSAVED
 from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
-from maniple.launch.death import last_lines, last_words, reason, short
+from maniple.launch.child import Child
+from maniple.launch.death import last_lines, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.page import Page
@@ -29,7 +32,7 @@ from maniple.place import asked_threads
 _TICK_S = 0.2
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 _QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
-_REFUSED, _OTHER, _INTERRUPTED = 3, 4, 130
+_OTHER, _INTERRUPTED = 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -74,12 +77,13 @@ class _Run:
         reach = reach_of(job, self._gate)
         self._processes = [] if queue else make_workers(job, host, reach)
         self._producers = Producers(job, host, threads=thread_variables(1, asked_threads()), reach=reach)
-        self._board = Board(host.folder, job.workers)
+        self._board = Board(host.folder, job.workers, from_now_on=True)
         self._comes_back = queue is not None and queue.comes_back
         self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
+        self._unshown = ""  # why something could not be shown
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
-        self._is_hurried = False
+        self._is_hurried = self._is_log_full = False
         self._page = Page(job.web, host.folder)
 
     def run(self, noted: list[int]) -> int:
@@ -105,6 +109,9 @@ class _Run:
                 self._end_all()
                 self._show(is_last=True)
                 exit_code = self._close(exit_code)
+        if self._unshown:
+            logs = short(self._host.folder.log("host").parent)
+            View().error(f"not all could be shown: {self._unshown}. What the workers printed is in {logs}")
         return exit_code
 
     def _mind_interrupt(self) -> int:
@@ -153,6 +160,7 @@ class _Run:
                         self._mind_death(key.data)
                 self._producers.blame(at_once=False)
                 self._mind_queue()
+                self._mind_logs(children)
                 self._show()
                 if self._stop.is_due(self._host.segment.live):
                     raise KeyboardInterrupt
@@ -180,20 +188,34 @@ class _Run:
             for line in self._queue.news():
                 self._say(line)
 
+    def _mind_logs(self, children: Sequence[Child]) -> None:
+        """Say it once if what the processes print cannot be kept."""
+        why = next((child.output.problem for child in children if child.output and child.output.problem), "")
+        if why and not self._is_log_full:
+            self._is_log_full = True
+            logs = short(self._host.folder.log("host").parent)
+            self._tell(
+                self._view.error,
+                f"the logs in {logs} cannot be written: {why}. Training goes on, and each process's newest lines are "
+                "kept until there is room again.",
+            )
+
     def _mind_server(self, server: Server) -> None:
         """The center and all that was begun survive a server: its successor goes on, and the workers find it."""
         exit_code = server.collect()
         if (kind := hopeless(exit_code)) is not None:
-            raise kind("the controller cannot be used:\n" + last_lines(self._host.folder.log("server")))
+            raise kind(
+                "the controller cannot be used:\n" + last_lines(self._host.folder.log("server"), server.unwritten)
+            )
         server.restart()
         self._host.events.write("server died", exit_code=exit_code)
         self._say(f"the server {reason(exit_code)}: it is started again, and nothing is lost")
 
     def _mind_producer(self, producer: Producer) -> None:
         if exit_code := producer.collect():
-            log = self._host.folder.log(producer.name)
+            words = self._board.last_words(producer.name, producer.unwritten)
             self._producers.fail(
-                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {last_words(log)}")
+                WorkerFailed(f"producer {producer.number} {reason(exit_code)}, so the run ends. {words}")
             )
 
     def _tell_unsaved(self, error: Exception) -> None:
@@ -218,8 +240,8 @@ class _Run:
             return
         self._show()
         again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
-        log = self._host.folder.log(process.rank)
-        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {last_words(log)}")
+        words = self._board.last_words(process.rank, process.unwritten)
+        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {words}")
 
     def _go_on_without(self, process: Process) -> None:
         node = process.give_up()
@@ -256,14 +278,14 @@ class _Run:
         self._server.shut(_GRACE_S, is_over=not self._is_paused)
         try:
             saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
-        except OSError as error:
+        except Exception as error:  # whatever it is: the workers have ended, and the center is in memory
             self._tell(
                 self._view.error,
                 f"the center could not be saved: {error}. It is kept in {self._host.segment.path}: "
                 "make room, and the next `maniple run` saves it to the run folder.",
             )
-            return exit_code or _REFUSED
-        self._say(self._board.summary())
+            return exit_code or UNSAVED
+        self._tell(lambda: self._view.say(self._board.summary()))
         if self._host.unfinished:
             self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")
         for path in saved:
@@ -271,7 +293,7 @@ class _Run:
         return exit_code
 
     def _show(self, *, is_last: bool = False) -> None:
-        self._tell(self._view.show, self._board, self._board.refresh(), is_last=is_last)
+        self._tell(lambda: self._view.show(self._board, self._board.refresh(), is_last=is_last))
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):
             self._say(line)
@@ -279,12 +301,14 @@ class _Run:
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)
 
-    def _tell(self, act: Callable[..., None], *args: Any, **how: Any) -> None:
-        """Show something; when the terminal or pipe is gone, train on without it."""
+    def _tell(self, act: Callable[..., None], *args: Any) -> None:
+        """Show something. Whatever goes wrong with that is said at the end, and never ends the run."""
         try:
-            act(*args, **how)
-        except OSError:
-            self._view = View()
+            act(*args)
+        except Exception as error:
+            self._unshown = self._unshown or str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                self._view = View()  # the terminal or pipe is gone; a full disk may have room again
 
     def _from_now_on(self, handler: Callable[..., None]) -> None:
         for number in _ENDING:

@@ -14,6 +14,7 @@ from typing import Any
 from maniple.errors import InvalidArgument
 from maniple.launch import remote
 from maniple.launch.job import thread_variables
+from maniple.launch.output import Output
 from maniple.launch.room import Room
 from maniple.launch.ssh import Remote
 
@@ -28,15 +29,22 @@ class Carrier:
 
     def run(self, asked: str, log: str) -> int:
         """Until the worker has ended; its exit code. Its output goes to `log`, if that folder is seen here."""
-        output = Path(log).open("ab") if Path(log).parent.is_dir() else None
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", remote.__file__],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-        )
+        output = Output(Path(log)) if Path(log).parent.is_dir() else None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", remote.__file__],
+                stdin=subprocess.PIPE,
+                stdout=output.pipe if output else None,
+                stderr=subprocess.STDOUT if output else None,
+            )
+        finally:
+            if output:
+                os.close(output.pipe)
         self._order(asked)
-        return self._process.wait()
+        exit_code = self._process.wait()
+        if output:
+            output.finish()
+        return exit_code
 
     def end(self) -> None:
         """Tell the worker to end."""

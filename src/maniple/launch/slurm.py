@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maniple.errors import InvalidArgument, QueueRefused
+from maniple.errors import InvalidArgument, QueueRefused, require_printable
 from maniple.launch.amounts import duration_s, size_mb
 from maniple.place import THREAD_VARIABLES, inherited
 
@@ -50,11 +50,13 @@ class Resources:
                 "worker would be told to leave when it begins. Write a longer one, or a smaller --leave-early."
             )
         size_mb(self.mem or "0")
-        for text in (self.allocation or "", self.partition or "", *self.sbatch, *self.host_sbatch):
-            if text.splitlines() not in ([], [text]):
-                raise InvalidArgument(
-                    f"{text!r} has several lines, but an option of sbatch is one. Leave the rest out."
-                )
+        texts = {"--allocation": self.allocation, "--partition": self.partition, "--mem": self.mem}
+        texts |= {"--walltime": self.walltime}
+        for name, text in texts.items():
+            require_printable(name, text or "")
+        for name, options in (("--sbatch", self.sbatch), ("--host-sbatch", self.host_sbatch)):
+            for text in options:
+                require_printable(name, text)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ class Order:
     python: Path
     command: tuple[str, ...]  # what a worker's interpreter runs, with its arguments
     wait_s: float = 600.0  # for a host that has not begun or is away
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what cannot be written to a script of sbatch."""
+        for what, value in (("the run folder", self.run), ("the working folder", self.folder), ("python", self.python)):
+            require_printable(what, str(value))
+            if "\\" in str(value):  # in a path, Slurm takes it for the end of its own words such as %a
+                raise InvalidArgument(f"{what} {str(value)!r} has a backslash, which Slurm reads otherwise. Rename it.")
+        for word in self.command:
+            require_printable("the script or its argument", word)
 
 
 @dataclass(frozen=True)
@@ -118,12 +129,14 @@ def host_text(order: Order) -> str:
 
 
 def _text(order: Order, name: str, options: Sequence[str], lines: Sequence[str]) -> str:
+    order.check()
     asked = order.resources
+    asked.check()
     common = [
         f"--job-name={_quoted(name)}",
         f"--chdir={_quoted(order.folder)}",
-        *([f"--account={asked.allocation}"] if asked.allocation else []),
-        *([f"--partition={asked.partition}"] if asked.partition else []),
+        *([f"--account={_quoted(asked.allocation)}"] if asked.allocation else []),
+        *([f"--partition={_quoted(asked.partition)}"] if asked.partition else []),
         *([f"--time={asked.walltime}"] if asked.walltime else []),
         "--nodes=1",
         "--ntasks=1",
@@ -142,8 +155,8 @@ def _argument(word: str, world: int) -> str:
 
 def _quoted(value: str | Path) -> str:
     """A value as an option of sbatch has it: in quotes if need be."""
-    text = str(value).replace('"', r"\"")
-    return f'"{text}"' if set(" #'\"") & set(text) else text
+    text = str(value).replace("\\", r"\\").replace('"', r"\"")
+    return f'"{text}"' if set(" #'\"\\") & set(text) else text
 
 
 def _log(order: Order, name: str) -> str:

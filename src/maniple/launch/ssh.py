@@ -12,6 +12,7 @@ from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.launch import remote
+from maniple.launch.child import PRINTING
 from maniple.launch.process import Process
 from maniple.place import THREAD_VARIABLES, environment, own_variables
 
@@ -65,7 +66,7 @@ class Remote(Process):
         return {
             "folder": str(Path.cwd()),
             "command": self.command,
-            "env": {"PYTHONUNBUFFERED": "1"} | environment(place.told(certificate=None)),
+            "env": PRINTING | environment(place.told(certificate=None)),
             "certificate": certificate,
             "local_rank": place.local_rank,
             "devices": [self._job.device(rank) for rank in range(place.local_world)],

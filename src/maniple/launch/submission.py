@@ -63,7 +63,7 @@ class Submission:
 
     def _submitted(self, kind: str, text: str) -> "Submission":
         path = self.order.run / f"{kind}.sbatch"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         with _undisturbed():
             submitted = replace(self, jobs=self.jobs | {kind: (job := submit(path))})
             try:

@@ -17,7 +17,7 @@ _STYLES = {"training": "green", "dead": "bold red", "failed": "bold red", "lost"
 _NOTHING = "–"
 _NUMBERS = (
     "state", "lives", "node", "loss", "steps_per_s", "samples_per_s", "bytes_per_s", "sync_share", "staleness",
-    "cores", "memory_bytes",
+    "cores", "memory_bytes", "measures_data", "waiting_for", "waiting_s",
 )  # fmt: skip
 _OWN_LINES = 3  # of the table beside its workers: head, what is left out, total
 
@@ -29,7 +29,7 @@ def columns(standing: Standing) -> dict[str, str]:
         samples_per_s, steps_per_s = standing.mean_rates
     rate, unit = (samples_per_s, "samples") if standing.total.samples else (steps_per_s, "steps")
     return {
-        "state": standing.state + (f" (life {standing.lives})" if standing.lives > 1 else ""),
+        "state": (standing.waiting or standing.state) + (f" (life {standing.lives})" if standing.lives > 1 else ""),
         "step": f"{standing.now.step:,}",
         "speed": f"{rate:,.0f} {unit}/s",
         "loss": _NOTHING if standing.loss is None else f"{standing.loss:.4g}",
@@ -42,8 +42,8 @@ def total_line(totals: Totals) -> str:
     """The run in one line."""
     rate, unit = (totals.samples_per_s, "samples") if totals.samples else (totals.steps_per_s, "steps")
     return (
-        f"{rate:,.0f} {unit}/s, speed-up {totals.speedup:.2f} over one worker, goodput {totals.goodput:.0%}, "
-        f"center version {totals.version:,}"
+        f"{rate:,.0f} {unit}/s, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
+        f"goodput {totals.goodput:.0%}, center version {totals.version:,}"
     )
 
 

@@ -1,28 +1,38 @@
 """The view of a run: a live table on a terminal, plain lines where the output is none, or JSON for a program."""
 
+import errno
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from maniple.launch.board import Board
 from maniple.launch.table import as_numbers, live_table, plain_lines
+from maniple.record.folder import json_line
 
 _PLAIN_EVERY_S = 5.0
 _JSON_EVERY_S = 1.0
+
+
+class _Console(Console):
+    """One that ends no program."""
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: an error like others, where `rich` would raise SystemExit."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class View(AbstractContextManager["View"]):
     """Says only what must be said: errors. The other views say more."""
 
     def __init__(self) -> None:
-        self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._errors = _Console(stderr=True, highlight=False, soft_wrap=True)
 
     def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
         """Bring the view up to date; `is_last`: it will not be any more."""
@@ -32,7 +42,7 @@ class View(AbstractContextManager["View"]):
 
     def error(self, text: str) -> None:
         """Tell what went wrong."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._errors.print(Text(f"maniple: {text}"))
 
     def __exit__(
@@ -69,18 +79,19 @@ class Rows(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._next = 0.0
 
     def __enter__(self) -> "Rows":
-        self._live.start()
+        with suppress(OSError, ValueError):
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._live.stop()
 
     def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
@@ -119,7 +130,7 @@ class Json(View):
         self._put("error", text=text)
 
     def _put(self, kind: str, **values: Any) -> None:
-        print(msgspec.json.encode({"kind": kind, "time": time.time(), **values}).decode(), flush=True)
+        print(json_line({"kind": kind, "time": time.time(), **values}), flush=True)
 
 
 def open_view(*, quiet: bool, is_json: bool = False, is_brief: bool = False) -> View:
@@ -130,4 +141,4 @@ def open_view(*, quiet: bool, is_json: bool = False, is_brief: bool = False) -> 
         return View()
     if is_brief:
         return Words()
-    return Rows() if sys.stdout.isatty() else Lines()
+    return Rows() if sys.stdout is not None and sys.stdout.isatty() else Lines()

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from maniple.center.segment import is_guarded, segment_path
+from maniple.center.segment import check_own, is_guarded, segment_path
 from maniple.errors import InvalidArgument
 from maniple.place import shared_memory
 from maniple.record import Folder
@@ -35,6 +35,13 @@ def find_host(run: Path) -> Whereabouts:
     if lineage is None:
         return Whereabouts("has not begun yet")
     is_here = (posted.node if posted else node) == os.uname().nodename
+    try:
+        check_own(segment_path(shared_memory(), str(lineage)))
+    except FileNotFoundError:
+        pass
+    except InvalidArgument as error:
+        if posted is None:  # else its address can tell
+            return Whereabouts(f"cannot be looked for: {error}")
     # By its memory one that listens no more, and saves the center, is seen too.
     is_alive = is_here and is_guarded(segment_path(shared_memory(), str(lineage)))
     if posted is not None:

@@ -43,7 +43,7 @@ def read(folder: Path) -> Training | None:
     """What was put there; None if it is not whole."""
     try:
         return msgspec.json.decode((folder / _TRAINING).read_bytes(), type=Training)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -60,8 +60,8 @@ def newest(run: Path | None, *, before_start: bool = False) -> tuple[Path, Train
     since = [pair for pair in found if pair[1].saved >= began]
     earlier = [pair for pair in found if pair[1].saved < began]
     for row in rows:
-        if row.get("event") == "restored" and row["timestamp"] >= began:
-            earlier = [(p, k) for p, k in earlier if p.name == row["snapshot"] or k.saved <= row["saved"]]
+        if row["event"] == "restored" and row["timestamp"] >= began:
+            earlier = [(p, k) for p, k in earlier if p.name == row.get("snapshot") or k.saved <= row.get("saved", 0.0)]
     return max(earlier if before_start else since or earlier, key=lambda pair: pair[1].saved, default=None)
 
 
@@ -72,7 +72,8 @@ def made(run: Path | None) -> int:
     folder = Folder(run)
     began = _began(read_events(folder.events("host")))
     rows = (row for rank in folder.ranks() for row in read_events(folder.events(rank)))
-    return max((row["epoch"] for row in rows if row.get("event") == "epoch" and row["timestamp"] >= began), default=0)
+    ended = (row.get("epoch", 0) for row in rows if row["event"] == "epoch" and row["timestamp"] >= began)
+    return max(ended, default=0)
 
 
 def load_optimizer(folder: Path, training: Training, optimizer: Any) -> None:

@@ -4,7 +4,6 @@ An epoch has `data.n_batch_train` batches, over all workers. Each worker is give
 where workers are free of each other, so that fast ones take more; in equal shares where they meet after each step.
 """
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from maniple.errors import InvalidArgument
 from maniple.model import history
 from maniple.model.contract import Model, shareable
-from maniple.model.recorder import Recorder
+from maniple.model.recorder import Recorder, show
 from maniple.model.validation import TRAINING, Means, measured, together, validate
 from maniple.place import asked_limits, find
 from maniple.sampler import Sampler, Shard
@@ -42,17 +41,17 @@ class Loop:
         self._replica = worker.share(shareable(model.params), self._optimizer)
         self._replica.samples = getattr(model.data, "batch_size", 1)
         self._is_together = self._replica.rule.meets != "center" and worker.world > 1
-        self._looks: Sampler | Shard | None = None
         # Where there is a controller, not by a call of the circle: a worker that comes back belongs to the circle of
         # gradients before it makes its first call, so the others would wait for it there, and it for them here.
-        if not self._is_together or place.segment is not None or place.address is not None:
+        self._is_controlled = not self._is_together or place.segment is not None or place.address is not None
+        self._looks: Sampler | Shard | None = None
+        if not self._is_together:
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
         self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
         every = int(getattr(model, "record_every", _RECORD_EVERY))
         self._recorder = Recorder(worker, self._replica, every=every, is_shown=is_shown, lr=self._lr)
         self._rows: list[dict[str, Any]] = []
-        self._skipped = 0  # batches of the first epoch that the others have made already
 
     def run(self) -> None:
         """Until the last epoch, or until it is time to stop."""
@@ -71,10 +70,9 @@ class Loop:
 
     def _go_on(self) -> int:
         """The epochs that were made before this process began. Their learning rates are passed through again."""
-        made = self._made_by_others()
+        made = self._replica.rounds > 0  # by others, to whom this worker has come
         found = history.newest(self._run, before_start=self._is_together)
-        epochs = 0 if found is None else found[1].epochs
-        epochs, self._skipped = epochs + made // len(self._sampler), made % len(self._sampler)
+        epochs = max(0 if found is None else found[1].epochs, self._sampler.first_epoch)
         if self._is_together and not made and self._has_restarted:  # nobody was there to meet: they may have ended
             epochs = max(epochs, history.made(self._run))
         for epoch in range(epochs):
@@ -82,18 +80,15 @@ class Loop:
         if found is not None:
             folder, training = found
             self._rows = training.rows
-            if not made:  # else it has come with the others' parameters
+            if not made and not self._replica.continues:  # else it has come with the parameters, or is newer
                 history.load_optimizer(folder, training, self._optimizer)
             if self._is_shown:
-                print(f"going on after epoch {epochs}, with optimizer and record of {folder.name}", flush=True)
+                what = "the record" if self._replica.continues else "optimizer and record"
+                show(f"going on after epoch {epochs}, with {what} of {folder.name}")
         self._sampler.epoch = epochs
         if self._looks is not None:
             self._looks.epoch = epochs
         return epochs
-
-    def _made_by_others(self) -> int:
-        """The steps of workers who meet, since the run was started: who comes late goes on where they are."""
-        return int(getattr(self._replica, "rounds", 0)) * int(getattr(self._replica.pace, "n", 1))
 
     def _train(self, epoch: int) -> bool:
         """One epoch; True if it was made to its end, and this worker had a part in it."""
@@ -113,7 +108,7 @@ class Loop:
 
     def _counts(self) -> Iterator[int]:
         """The numbers of this worker's batches; who waits for one, waits for others."""
-        numbers, self._skipped = itertools.islice(self._sampler, self._skipped, None), 0
+        numbers = iter(self._sampler)
         while True:
             self._recorder.start()
             count = next(numbers, None)
@@ -123,6 +118,7 @@ class Loop:
             yield count
 
     def _finish(self, epoch: int) -> None:
+        self._sampler.passed()
         found = self._validate(epoch)
         self._rows.append(self._recorder.finish({f"val_{name}": value for name, value in found.items()}))
         k = self._snapshot_epochs
@@ -140,15 +136,22 @@ class Loop:
         part = {"batches": batches, "samples": weight, "seconds": time.perf_counter() - begin}
         if batches:
             self._recorder.looked(part, means)
-        whole = self._met(means, weight) if self._looks is None else self._gathered(means, part, epoch)
+        whole = self._gathered(means, part, epoch) if self._is_controlled else self._met(means, weight)
         if whole:
-            self._recorder.found(whole, is_told=self._looks is not None or worker.rank == 0)
+            self._recorder.found(whole, is_told=self._is_controlled or worker.rank == 0)
         return whole
 
     def _shares(self) -> range:
-        """The validation batches of a worker that meets the others; who has none looks at one of theirs."""
-        of, rank = self._model.data.n_batch_val, self._worker.rank
-        return range(rank, of, self._worker.world) if rank < of else range(rank % of, rank % of + 1)
+        """The validation batches of a worker that meets the others: each batch is of one of those in the last round.
+
+        Without a controller all workers make one call with what they have found, so who has no batch looks at one of
+        the others'.
+        """
+        of, rank, world = self._model.data.n_batch_val, self._worker.rank, self._worker.world
+        if not self._is_controlled:
+            return range(rank, of, world) if rank < of else range(rank % of, rank % of + 1)
+        members = tuple(range(world)) if self._replica.members is None else self._replica.members
+        return range(members.index(rank), of, len(members)) if rank in members else range(0)
 
     def _met(self, means: Means, weight: float) -> Means:
         """The means over all workers, who meet for them; the first tells the controller."""

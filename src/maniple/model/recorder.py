@@ -2,12 +2,13 @@
 
 compute    training itself: all time that is nothing of the following
 exchange   exchanges with the center or the circle
-data       waiting for batches
+data       waiting for batches, and all else between a step and the next forward pass of a torch module
 others     waiting for other workers
 """
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from maniple.decisions import combined
@@ -76,12 +77,15 @@ class Recorder:
         self._means: list[tuple[dict[str, float], float]] = []  # of this epoch, with the batches of each
         self._told: Split = dict.fromkeys(PARTS, 0.0)
         self._before = totals(replica)
+        self._has_told_data = False
         self._begin = self._since = time.perf_counter()
         self._at_start: Split = {}
+        self._between_at_start = 0.0
 
     def start(self) -> None:
         """What follows belongs to the part that `end` names."""
         self._since, self._at_start = time.perf_counter(), totals(self.replica)
+        self._between_at_start = self.replica.between.seconds
 
     def end(self, part: str) -> None:
         """The time since `start` was spent for `part`: compute, exchange, data or others."""
@@ -89,7 +93,10 @@ class Recorder:
             raise InvalidArgument(f"{part!r} is no part of the time (there are {', '.join(PARTS)}). Name one of them.")
         now = totals(self.replica)
         counted = sum(now[name] - self._at_start.get(name, now[name]) for name in now)  # by itself, already
-        self._told[part] += max(0.0, time.perf_counter() - self._since - counted)
+        between = max(0.0, self.replica.between.seconds - self._between_at_start) if self._at_start else 0.0
+        self._told[part] += max(0.0, time.perf_counter() - self._since - (counted - between))
+        self._told["data"] -= between  # it is named here, and not counted twice
+        self._has_told_data |= part == "data"
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
@@ -115,11 +122,12 @@ class Recorder:
         means, lr = window.means(), self._lr()
         self._means.append((means, window.batches))
         where = {"epoch": self._epoch, "batch": self._whole.batches, "lr": lr}
-        self._worker.record("times", **where, **window.row(), **means)
+        is_measured = self._measures_data(window)
+        self._worker.record("times", **where, **window.row(), measures_data=is_measured, **means)
         self._worker.log(**where, **means)
         rate = "" if lr is None else f", lr {lr:.4g}"
         made = f"epoch {self._epoch}, batch {self._whole.batches}"
-        self._show(f"{made}: {_values(means)}{rate}; {shares(window.split)}")
+        self._show(f"{made}: {_values(means)}{rate}; {shares(window.split, measures_data=is_measured)}")
 
     def finish(self, means: Mapping[str, float]) -> dict[str, Any]:
         """The epoch is over; gives its row."""
@@ -136,17 +144,22 @@ class Recorder:
         self.validated = dict(means)
         if is_told:
             self._worker.record("validated", epoch=self._epoch, **means)
-            print(f"epoch {self._epoch}, validation: {_values(means)}", flush=True)
+            show(f"epoch {self._epoch}, validation: {_values(means)}")
 
     def summary(self) -> None:
         """Print where the time of all epochs went."""
         if self._run.batches:
-            self._show(f"{self._run.batches} batches of this worker; {shares(self._run.split)}")
+            where = shares(self._run.split, measures_data=self._measures_data(self._run))
+            self._show(f"{self._run.batches} batches of this worker; {where}")
 
     def _split(self, now: float) -> Split:
         counted = totals(self.replica)
         split = {name: counted[name] - self._before[name] + self._told[name] for name in PARTS if name != "compute"}
+        split["data"] = max(0.0, split["data"])
         return {"compute": max(0.0, now - self._begin - sum(split.values())), **split}
+
+    def _measures_data(self, window: Window) -> bool:
+        return self._has_told_data or self.replica.between.is_measured or window.split["data"] > 0
 
     def _next(self, now: float) -> None:
         self._begin, self._before = now, totals(self.replica)
@@ -154,7 +167,13 @@ class Recorder:
 
     def _show(self, line: str) -> None:
         if self._is_shown:
-            print(line, flush=True)
+            show(line)
+
+
+def show(line: str) -> None:
+    """Print a line, if somebody reads: a pipe that is closed does not end the training."""
+    with suppress(OSError, ValueError):
+        print(line, flush=True)
 
 
 def _values(means: Mapping[str, float]) -> str:

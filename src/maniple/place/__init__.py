@@ -8,7 +8,7 @@ the commands, apart from those.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ THREAD_VARIABLES = (
     "NUMBA_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+_JOINED = "MANIPLE_JOINED"  # rank and process of the worker that has joined, for the processes that it starts
 
 # Variables of a place that mean something else than the option with that name.
 _NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
@@ -63,6 +65,7 @@ class Place:
     key: Path | None = None
     wire: str | None = None  # how values travel
     host_deadline_s: float = HOST_DEADLINE_S  # for so long a worker trains on without its host
+    max_memory_mb: float = 0.0  # what workers elsewhere may take of the host's shared memory; 0: most of it
     host_file: Path | None = None  # host.json of the run folder, where a host that has moved is found again
     join_deadline_s: float = JOIN_DEADLINE_S  # for so long a worker that starts waits for its host
     is_queued: bool = False  # a batch queue starts the workers, each when there is room for it
@@ -128,6 +131,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_KEY": place.key,
         "MANIPLE_WIRE": place.wire,
         "MANIPLE_HOST_DEADLINE": place.host_deadline_s,
+        "MANIPLE_MAX_MEMORY": place.max_memory_mb or None,
         "MANIPLE_HOST_FILE": place.host_file,
         "MANIPLE_JOIN_DEADLINE": place.join_deadline_s,
         "MANIPLE_QUEUED": 1 if place.is_queued else None,
@@ -140,6 +144,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
         "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
         "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
+        _JOINED: None,
         "MANIPLE_CONTROLLER": place.controller,
         "MANIPLE_CONTROLLER_ARGS": json.dumps(place.controller_args) if place.controller_args else None,
     } | {f"MANIPLE_{name.upper()}": value or None for name, value in asdict(place.limits).items()}
@@ -172,6 +177,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         key=path_in(env, "MANIPLE_KEY"),
         wire=env.get("MANIPLE_WIRE"),
         host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
+        max_memory_mb=seconds(env, "MANIPLE_MAX_MEMORY", 0.0),
         host_file=path_in(env, "MANIPLE_HOST_FILE"),
         join_deadline_s=seconds(env, "MANIPLE_JOIN_DEADLINE", JOIN_DEADLINE_S),
         is_queued=flag(env, "MANIPLE_QUEUED"),
@@ -193,6 +199,26 @@ def settle(place: Place) -> Place:
     """This process has found out about its place what its variables do not tell: `find` tells it from now on."""
     _settled.append(place)
     return place
+
+
+def mark_joined(rank: int | None, env: MutableMapping[str, str] = os.environ) -> None:
+    """This process is worker `rank` from now on, or no longer: processes that it starts inherit the mark."""
+    if rank is None:
+        env.pop(_JOINED, None)
+    else:
+        env[_JOINED] = f"{rank}:{os.getpid()}"
+
+
+def refuse_inherited(env: Mapping[str, str] = os.environ) -> None:
+    """Raise InvalidArgument in a process whose variables are those of another one, which is a worker."""
+    rank, _, process = env.get(_JOINED, "").partition(":")
+    if process and int(process) != os.getpid():
+        raise InvalidArgument(
+            f"process {os.getpid()} cannot join: it was started by worker {rank} (process {process}) and has that "
+            "worker's variables, and two processes cannot be one worker. Call maniple.join() in the parent only, and "
+            "pass on what a child needs (worker.rank, worker.seed); a child that is to train by itself must be started "
+            "without RANK, WORLD_SIZE and the variables that begin with MANIPLE_."
+        )
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:

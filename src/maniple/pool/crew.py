@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from maniple.center.locks import Patience
 from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.launch.cores import divide_cores
 from maniple.launch.job import thread_variables
@@ -147,10 +148,10 @@ class Crew:
 
     def _greet(self) -> None:
         self._path = _path()
-        deadline = time.monotonic() + _START_S
+        patience = Patience(_START_S)
         for rank in range(self._world):
             while rank not in self._ready(_LOOK_MS):
-                if time.monotonic() > deadline:
+                if patience.is_over():
                     raise WorkerFailed(f"worker {rank} of the pool has not begun within {_START_S:.0f} s.")
             self._receive(rank)
 
@@ -223,9 +224,9 @@ class Crew:
 
     def _drain(self, pending: set[int]) -> None:
         """Interrupt what is under way, so that all are ready for the next request."""
-        begin, times = time.monotonic(), 0
-        while pending and time.monotonic() - begin < _STOP_S:
-            if time.monotonic() - begin >= times * _AGAIN_S:
+        patience, times = Patience(_STOP_S), 0
+        while pending and not patience.is_over():
+            if patience.waited_s >= times * _AGAIN_S:
                 times += 1
                 for rank in pending:
                     self._processes[rank].send_signal(signal.SIGINT)

@@ -61,8 +61,7 @@ class Data:
         return self._array()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._check_cast(value)
-        self._array()[key] = value
+        self._array()[key] = self._fitted(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self._array()
@@ -77,8 +76,7 @@ class Data:
 
     def set_value(self, value: Any) -> None:
         """Become `value`, of any length; memory is taken if there is too little."""
-        self._check_cast(value)
-        array = np.asarray(value)
+        array = self._fitted(value)
         if array.ndim != self.ndim or array.shape[1:] != self.shape[1:]:
             raise InvalidArgument(
                 f"a value of shape {list(array.shape)} does not fit data of shape {list(self.shape)}: only the length "
@@ -117,15 +115,37 @@ class Data:
             raise InvalidArgument("this data was freed, or its pool is closed. Make it anew with pool.data().")
         return self._told.seen(self._memory)
 
-    def _check_cast(self, value: Any) -> None:
-        kind = value.dtype if hasattr(value, "dtype") and not is_tensor(value) else np.asarray(value).dtype
-        is_weak = not hasattr(value, "dtype")  # Python's own numbers take the dtype of what they meet
-        is_whole = is_weak and kind.kind == "i" and self.dtype.kind == "u"  # NumPy refuses those that are too large
-        if not is_whole and not np.can_cast(kind, self.dtype, "same_kind" if is_weak else "safe"):
+    def _fitted(self, value: Any) -> Array:
+        """These values in the dtype of the data; InvalidArgument if they do not fit.
+
+        Values with a dtype must be safe to cast. Python's own numbers take the dtype of what they meet, as in NumPy,
+        and may be rounded; what is out of its range is refused, alone or in a list.
+        """
+        array = np.asarray(value)
+        is_weak = not hasattr(value, "dtype")
+        is_whole = is_weak and array.dtype.kind == "i" and self.dtype.kind == "u"  # whether they fit is seen below
+        if not is_whole and not np.can_cast(array.dtype, self.dtype, "same_kind" if is_weak else "safe"):
             raise InvalidArgument(
-                f"{kind} values do not fit into data of dtype {self.dtype} without loss. "
+                f"{array.dtype} values do not fit into data of dtype {self.dtype} without loss. "
                 f"Convert them: value.astype({str(self.dtype)!r})."
             )
+        with np.errstate(all="ignore"):
+            cast = array.astype(self.dtype, copy=False)
+        if is_weak:
+            lost = np.isfinite(array) & ~np.isfinite(cast) if self.dtype.kind in "fc" else array != cast
+            if lost.any():
+                raise InvalidArgument(
+                    f"{array[lost].ravel()[0]} does not fit into data of dtype {self.dtype}{_range(self.dtype)}. Make "
+                    "the data with another dtype, or pass values that fit."
+                )
+        return cast
+
+
+def _range(dtype: np.dtype[Any]) -> str:
+    """The values that a dtype has room for, in words."""
+    if dtype.kind in "iu":
+        return f", which holds {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+    return f", which holds up to {np.finfo(dtype).max:g}" if dtype.kind in "fc" else ""
 
 
 class Told:

@@ -44,6 +44,7 @@ class Handle:
 
 
 Named = Handle | str
+Several = Named | Sequence[Named]
 numbers = itertools.count(1)  # of all pools: what belongs to one is not found in another
 
 
@@ -67,8 +68,22 @@ class Handles:
             del self._known[name]
             raise
 
-    def find(self, what: Named) -> Handle:
+    def each(self, what: Several) -> tuple[list[Handle], bool]:
+        """Those that are meant, and whether a list or tuple of them was given; none is given twice."""
+        is_list = isinstance(what, (list, tuple))
+        found = [self.find(one) for one in (what if is_list else [what])]
+        for i, handle in enumerate(found):
+            if handle in found[:i]:
+                raise InvalidArgument(f"object {handle.name!r} is given twice in one call. Give each object once.")
+        return found, is_list
+
+    def find(self, what: object) -> Handle:
         """The one that is meant."""
+        if not isinstance(what, (Handle, str)):
+            raise InvalidArgument(
+                f"a value of type {type(what).__qualname__} names no object of a pool. Pass a handle (of "
+                "replicate, scatter or all_gather) or its name, or a list of them."
+            )
         name = what.name if isinstance(what, Handle) else what
         if name not in self._known or (isinstance(what, Handle) and self._known[name] is not what):
             known = ", ".join(self._known) or "none"
@@ -131,12 +146,16 @@ def arrays_of(value: Any, name: str) -> Iterator[Any]:
 def meet(calls: Calls, verb: str, number: int, name: str, options: dict[str, Any]) -> None:
     """In all workers at once: broadcast, all_reduce or all_gather an object in place."""
     value = find(number, name)
+    arrays = list(arrays_of(value, name))
     if verb == "all_gather":
-        (array,) = arrays_of(value, name)
-        parts = calls.all_gather(array)
-        keep(options["into"], joined(parts))
+        if len(arrays) != 1:
+            raise InvalidArgument(
+                f"{name!r} holds {len(arrays)} arrays, and all_gather is for one. Replicate or scatter each of them "
+                "by itself, and pass a list of handles."
+            )
+        keep(options["into"][number], joined(calls.all_gather(arrays[0])))
         return
-    for array in arrays_of(value, name):
+    for array in arrays:
         if verb == "broadcast":
             calls.broadcast(array, root=options["root"], out=array)
         elif not (hasattr(value, "state_dict") and _is_whole(array)):  # a module's counts have no mean

@@ -1,13 +1,15 @@
 """The pool: workers of a program that stays serial."""
 
+import contextlib
 import functools
+import operator
 import os
 import secrets
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from maniple.center.segment import Segment
 from maniple.errors import InvalidArgument
@@ -18,7 +20,7 @@ from maniple.pool.crew import Crew
 from maniple.pool.data import Data, share_data
 from maniple.pool.function import Function
 from maniple.pool.memory import Memory
-from maniple.pool.objects import Handle, Handles, Named, numbers
+from maniple.pool.objects import Handle, Handles, Named, Several, numbers
 from maniple.pool.outputs import Ops, Total, check_ops
 from maniple.pool.progress import Progress
 from maniple.pool.served import BOARD
@@ -168,60 +170,102 @@ class Pool:
             self._crew.ask("keep", {"number": handle.number, "value": made, "is_factory": is_factory})
         return handle
 
-    def drop(self, what: Named) -> None:
-        """Let the workers have an object no more."""
-        handle = self._handles.find(what)
-        self._handles.drop(handle)
-        self._crew.ask("drop", {"number": handle.number})
+    def drop(self, what: Several) -> None:
+        """Let the workers have an object, or several, no more."""
+        for handle in self._handles.each(what)[0]:
+            self._handles.drop(handle)
+            self._crew.ask("drop", {"number": handle.number})
 
-    def get(self, what: Named, rank: int = 0) -> Any:
-        """A copy of worker `rank`'s object."""
-        handle = self._handles.find(what)
-        return self._crew.ask("get", _named(handle), to=self._rank(rank))
+    def get(self, what: Several, rank: int = 0) -> Any:
+        """A copy of worker `rank`'s object; of several, a list."""
+        rank = self._rank(rank)
+        return self._of_each(what, lambda handle: self._crew.ask("get", _named(handle), to=rank))
 
-    def set(self, what: Named, rank: int, value: Any) -> None:
-        """Give worker `rank` another object, or a module a state dict."""
-        handle = self._handles.find(what)
-        options = {"number": handle.number, "value": value, "is_factory": False}
-        self._crew.ask("keep", options, to=self._rank(rank))
+    def set(self, what: Several, rank: int, value: Any) -> None:
+        """Give worker `rank` another object, or a module a state dict; to several, a list of them."""
+        handles, is_list = self._handles.each(what)
+        rank = self._rank(rank)
+        for handle, one in zip(handles, _paired(value, handles, "values") if is_list else [value], strict=True):
+            self._crew.ask("keep", {"number": handle.number, "value": one, "is_factory": False}, to=rank)
 
-    def shapes(self, what: Named) -> list[Any]:
-        """The shape of each worker's array; of an object with several, a list of them."""
-        each = self._crew.ask("shapes", _named(self._handles.find(what)))
-        return [shapes[0] if len(shapes) == 1 else shapes for shapes in each]
+    def shapes(self, what: Several) -> list[Any]:
+        """The shape of each worker's array; of an object with several, a list of them; of several objects, a list."""
+        return self._of_each(what, self._shapes)
 
-    def lengths(self, what: Named) -> list[int]:
-        """How many rows each worker's array has."""
-        return [shape[0] for shape in self.shapes(what)]
+    def lengths(self, what: Several) -> list[Any]:
+        """How many rows each worker's array has; lists as those of `shapes`."""
 
-    def scatter(self, values: Any, *, name: str | None = None) -> Handle:
-        """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it."""
-        local = values.here() if isinstance(values, Data) else values
-        with self._handles.made(name, local, parts=self.n) as handle:
-            self._crew.ask("share", {"number": handle.number, "value": values})
-        return handle
+        def length(handle: Handle, shape: Any) -> Any:
+            if isinstance(shape, list):
+                return [length(handle, one) for one in shape]  # pyright: ignore[reportUnknownVariableType]
+            if not shape:
+                raise InvalidArgument(
+                    f"{handle.name!r} is an array without axes, so it has no rows. Replicate one with an axis: "
+                    "np.array([value])."
+                )
+            return shape[0]
 
-    def gather(self, what: Named) -> Any:
-        """All workers' arrays, one after the other along axis 0."""
-        return self._collected(what, "gather")
+        return self._of_each(what, lambda handle: [length(handle, shape) for shape in self._shapes(handle)])
 
-    def reduce(self, what: Named, op: str = "mean") -> Any:
-        """What `op` makes of all workers' arrays, for the caller."""
-        return self._collected(what, op)
+    @overload
+    def scatter(  # pyright: ignore[reportOverlappingOverload] - one array may be of any class
+        self, values: list[Any] | tuple[Any, ...], *, name: Sequence[str] | None = None
+    ) -> list[Handle]: ...
+    @overload
+    def scatter(self, values: Any, *, name: str | None = None) -> Handle: ...
+    def scatter(self, values: Any, *, name: str | Sequence[str] | None = None) -> Handle | list[Handle]:
+        """Split an array along axis 0; each worker keeps its part. Give it to a function that scatters it.
 
-    def broadcast(self, what: Named | Sequence[Named], *, root: int = 0) -> None:
+        Of a list or tuple of arrays, each is split; `name` is a list of names then.
+        """
+        is_list = isinstance(values, (list, tuple))
+        several: list[Any] = list(values) if is_list else [values]  # pyright: ignore[reportUnknownArgumentType]
+        for one in several:
+            if not hasattr(one, "shape") or not len(one.shape):
+                raise InvalidArgument(
+                    f"a value of type {type(one).__qualname__} has no axis 0 to split among the workers. Pass an "
+                    "array, a tensor, pool.data, or a list of these."
+                )
+        made: list[Handle] = []
+        with contextlib.ExitStack() as stack:
+            for one, own in zip(several, _names(name, several, is_list=is_list), strict=True):
+                local = one.here() if isinstance(one, Data) else one
+                made.append(stack.enter_context(self._handles.made(own, local, parts=self.n)))
+                self._crew.ask("share", {"number": made[-1].number, "value": one})
+        return made if is_list else made[0]
+
+    def gather(self, what: Several) -> Any:
+        """All workers' arrays, one after the other along axis 0; of several objects, a list."""
+        return self._of_each(what, lambda handle: self._collected(handle, "gather"))
+
+    def reduce(self, what: Several, op: str = "mean") -> Any:
+        """What `op` makes of all workers' arrays, for the caller; of several objects, a list."""
+        check_ops(op, "op")
+        return self._of_each(what, lambda handle: self._collected(handle, op))
+
+    def broadcast(self, what: Several, *, root: int = 0) -> None:
         """Set all workers' arrays to those of worker `root`."""
-        self._meet("broadcast", what, root=self._rank(root))
+        self._meet("broadcast", self._handles.each(what)[0], root=self._rank(root))
 
-    def all_reduce(self, what: Named | Sequence[Named], op: str = "mean") -> None:
+    def all_reduce(self, what: Several, op: str = "mean") -> None:
         """Set all workers' arrays to what `op` makes of them."""
-        self._meet("all_reduce", what, op=op)
+        self._meet("all_reduce", self._handles.each(what)[0], op=op)
 
-    def all_gather(self, what: Named, *, name: str | None = None) -> Handle:
-        """All workers' arrays, one after the other, for each worker."""
-        with self._handles.made(name, None) as handle:
-            self._meet("all_gather", what, into=handle.number)
-        return handle
+    @overload
+    def all_gather(self, what: Named, *, name: str | None = None) -> Handle: ...
+    @overload
+    def all_gather(
+        self, what: list[Named] | tuple[Named, ...], *, name: Sequence[str] | None = None
+    ) -> list[Handle]: ...
+    def all_gather(self, what: Several, *, name: str | Sequence[str] | None = None) -> Handle | list[Handle]:
+        """All workers' arrays, one after the other, for each worker; of several objects, a list of handles."""
+        handles, is_list = self._handles.each(what)
+        with contextlib.ExitStack() as stack:
+            names = _names(name, handles, is_list=is_list)
+            made = [stack.enter_context(self._handles.made(own, None)) for own in names]
+            into = {handle.number: new.number for handle, new in zip(handles, made, strict=True)}
+            self._meet("all_gather", handles, into=into)
+        return made if is_list else made[0]
 
     def profile(self, *, reset: bool = False) -> list[dict[str, float]]:
         """Where each worker's time went, in seconds: compute, copy, wait (for the others), idle (for the caller)."""
@@ -255,8 +299,7 @@ class Pool:
         finally:
             bar.close()
 
-    def _meet(self, verb: str, what: Named | Sequence[Named], **options: Any) -> None:
-        handles = [self._handles.find(one) for one in ([what] if isinstance(what, (Handle, str)) else what)]
+    def _meet(self, verb: str, handles: Sequence[Handle], **options: Any) -> None:
         which = [(handle.number, handle.name) for handle in handles]
         try:
             asked = {"verb": verb, "numbers": which, "circle": self._circle, "options": options}
@@ -265,14 +308,27 @@ class Pool:
             self._circle += 1
             raise
 
-    def _collected(self, what: Named, op: str) -> Any:
-        check_ops(op, "op")
+    def _of_each(self, what: Several, act: Callable[[Handle], Any]) -> Any:
+        """What `act` makes of one object, or a list of what it makes of each of several."""
+        handles, is_list = self._handles.each(what)
+        made = [act(handle) for handle in handles]
+        return made if is_list else made[0]
+
+    def _shapes(self, handle: Handle) -> list[Any]:
+        each = self._crew.ask("shapes", _named(handle))
+        return [shapes[0] if len(shapes) == 1 else shapes for shapes in each]
+
+    def _collected(self, handle: Handle, op: str) -> Any:
         total = Total(op)
-        for value in self._crew.ask("get", _named(self._handles.find(what))):
+        for value in self._crew.ask("get", _named(handle)):
             total.add(value, 1.0)
         return total.value()
 
     def _rank(self, rank: int) -> int:
+        try:
+            rank = operator.index(rank)
+        except TypeError:
+            raise InvalidArgument(f"rank {rank!r} is no whole number. Give one from 0 to {self.n - 1}.") from None
         if not 0 <= rank < self.n:
             raise InvalidArgument(f"there is no worker {rank} (0 to {self.n - 1}).")
         return rank
@@ -288,6 +344,27 @@ def _end(crew: Crew, segment: Segment, owner: int) -> None:
 
 def _named(handle: Handle) -> dict[str, Any]:
     return {"number": handle.number, "name": handle.name}
+
+
+def _paired(given: Any, several: Sequence[Any], what: str) -> list[Any]:
+    """A list that has one for each of several objects."""
+    if not isinstance(given, (list, tuple)) or len(given) != len(several):  # pyright: ignore[reportUnknownArgumentType]
+        count = f"{len(given)}" if isinstance(given, (list, tuple)) else f"a value of type {type(given).__qualname__}"  # pyright: ignore[reportUnknownArgumentType]
+        raise InvalidArgument(
+            f"{count} was given as {what} for a list of {len(several)}. Give a list with one for each of them."
+        )
+    return list(given)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _names(name: str | Sequence[str] | None, several: Sequence[Any], *, is_list: bool) -> list[str | None]:
+    """The names of new objects; None is for one that gets a name by itself."""
+    if name is None:
+        return [None] * len(several)
+    if is_list:
+        return _paired(name, several, "name")
+    if not isinstance(name, str):
+        raise InvalidArgument(f"name={name!r} is no name for one object. Give a string, or a list for a list.")
+    return [name]
 
 
 def _nothing() -> None:

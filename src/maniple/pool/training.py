@@ -37,7 +37,7 @@ class Training:
         else:
             self.optimizer = optimizer(model.parameters())
         self._adapter = adapt(model, self.optimizer)
-        self._flat: Flat = self._adapter.gradients(buffers=True)
+        self._flat: Flat = self._adapter.gradients(norm="averaged")
         self._place: tuple[Circle, Resident] | None = None
         self._sum: dict[str, Array] = {}
         self._rows = 0

@@ -1,9 +1,10 @@
 """The run folder.
 
 runs/<name>/run.json        what was asked, versions, lineage, how it ended
-            events/*.jsonl  one file of rows per process
+            events/*.jsonl  the rows of each process; a large file is followed by another
             logs/*.log      what each process printed
             center/         the shared parameters, as snapshots
+            optimizer/      the state of each worker's optimizer
             token           by which workers elsewhere and the host know each other; readable by its owner alone
             host.json       where the host listens
             stop            `maniple stop` has left it: the run is to end
@@ -11,7 +12,9 @@ runs/<name>/run.json        what was asked, versions, lineage, how it ended
 runs/last -> <name>
 """
 
+import errno
 import itertools
+import json
 import os
 import shutil
 import time
@@ -21,10 +24,21 @@ from typing import Any
 
 import msgspec
 
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, require_printable
+from maniple.record.rows import Moment
 
 SUBMITTED = "submit.json"
 _STOP = "stop"
+
+
+class _Described(msgspec.Struct):
+    """The parts of run.json that readers look into."""
+
+    asked: dict[str, Any] | None = None
+    versions: dict[str, Any] | None = None
+    lineage: str | None = None
+    exit_code: int | None = None
+    ended: Moment | None = None
 
 
 class Folder:
@@ -38,6 +52,7 @@ class Folder:
         """Make `root/name`, which must be new, and point `root/last` at it."""
         if not name or name in {".", "..", "last"} or "/" in name:
             raise InvalidArgument(f"{name!r} cannot name a run. Use letters, digits, '-', '_' and '.', not 'last'.")
+        require_printable("the run's name", name)
         folder = cls((root / name).resolve())
         try:
             folder.path.mkdir(parents=True)
@@ -52,6 +67,7 @@ class Folder:
             ) from error
         for part in ("events", "logs", "center"):
             (folder.path / part).mkdir()
+        sync_folder(folder.path)
         point(root / "last", name)
         return folder
 
@@ -63,6 +79,15 @@ class Folder:
     def center(self) -> Path:
         """Where snapshots of the center lie."""
         return self.path / "center"
+
+    @property
+    def optimizer(self) -> Path:
+        """Where workers save the state of their optimizers."""
+        return self.path / "optimizer"
+
+    def optimizers(self, pattern: str = "center-*") -> list[Path]:
+        """The files there."""
+        return sorted(self.optimizer.glob(pattern))
 
     def events(self, who: int | str) -> Path:
         """The rows of worker `who`, or of the host."""
@@ -111,8 +136,10 @@ class Folder:
         """What run.json says; nothing if there is none."""
         path = self.path / "run.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
-        except msgspec.MsgspecError as error:
+            about = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+            msgspec.convert(about, _Described)
+            return about
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidArgument(
                 f"{path} is not what maniple has written: {error}. Is {self.path.name} a run folder? Give runs/NAME."
             ) from None
@@ -130,17 +157,38 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
 
 
+def json_line(value: Any) -> str:
+    """`value` for a program that reads a stream: in ASCII, whatever encoding that stream has."""
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    return text if text.isascii() else json.dumps(json.loads(text))
+
+
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write `data` beside `path` and rename it, so that a reader sees the old file or the new one."""
+    """Write `data` beside `path` and rename it: readers see the old file or the new one, also after a power failure."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+        sync_folder(path.parent)
     except OSError as error:  # a full disk tells no name
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk: what was made, renamed or removed in it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know nothing of the kind
+            raise
+    finally:
+        os.close(folder)
 
 
 def _name(who: int | str) -> str:
@@ -154,5 +202,6 @@ def point(link: Path, target: str | Path) -> None:
     beside.symlink_to(target)
     try:
         beside.replace(link)
+        sync_folder(link.parent)
     except OSError:  # a real folder of that name stands there: leave it
-        beside.unlink()
+        beside.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from maniple.contracts import Array, Moment
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import Rule, checked_flag
+from maniple.rules.rule import Rule, checked_flag, checked_nonfinite, one_of
 
 AVERAGES = ("gradients", "parameters")
 MOMENTA = ("keep", "average", "reset")
@@ -34,6 +34,9 @@ class BSP(Rule):
             that computes also adds up, so there is nothing to gain, and it changes nothing there. Set
             `replica.samples` before the pass; accumulate gradients in `with replica.no_sync():`, since each pass
             outside of it is a round that all workers must make.
+        nonfinite: what happens when a worker's contribution holds NaN or infinity. "stop": all workers end with
+            Diverged, which names the worker, the step and the parameter. "skip": the contribution is left out of this
+            round's mean, and three in a row of the same worker end the run.
     """
 
     every = 1
@@ -47,13 +50,20 @@ class BSP(Rule):
         norm: str = "averaged",
         check_every: int = 1000,
         overlap: bool = False,
+        nonfinite: str = "stop",
     ) -> None:
-        self.average = _one_of("average", average, AVERAGES)
-        self.momentum = _one_of("momentum", momentum, MOMENTA)
-        self.norm = _one_of("norm", norm, NORMS)
+        self.average = one_of("average", average, AVERAGES)
+        self.momentum = one_of("momentum", momentum, MOMENTA)
+        self.norm = one_of("norm", norm, NORMS)
         self.every = _whole("every", every, 1)
         self.check_every = _whole("check_every", check_every, 0)
         self.overlap = checked_flag("BSP", "overlap", overlap)
+        self.nonfinite = checked_nonfinite("BSP", nonfinite)
+        if overlap and nonfinite == "skip":
+            raise InvalidArgument(
+                "overlap=True sends gradients before it is known whether all of them are finite, so nonfinite='skip' "
+                "cannot leave them out. Leave one of them out."
+            )
         if overlap and average != "gradients":
             raise InvalidArgument(
                 f"overlap=True sends gradients during the backward pass, but average={average!r} averages none. "
@@ -104,11 +114,21 @@ class LocalSGD(BSP):
 
     Args:
         k: steps between two means.
-        momentum, norm, check_every: as in BSP.
+        momentum, norm, check_every, nonfinite: as in BSP.
     """
 
-    def __init__(self, k: int = 10, *, momentum: str = "keep", norm: str = "averaged", check_every: int = 100) -> None:
-        super().__init__("parameters", every=k, momentum=momentum, norm=norm, check_every=check_every)
+    def __init__(
+        self,
+        k: int = 10,
+        *,
+        momentum: str = "keep",
+        norm: str = "averaged",
+        check_every: int = 100,
+        nonfinite: str = "stop",
+    ) -> None:
+        super().__init__(
+            "parameters", every=k, momentum=momentum, norm=norm, check_every=check_every, nonfinite=nonfinite
+        )
         self.k = self.every
 
 
@@ -123,20 +143,15 @@ class MSync(BSP):
 
     Args:
         m: how many are waited for; 0: all.
-        norm, check_every: as in BSP. There is no overlap: gradients that come too late are left out as a whole.
+        norm, check_every, nonfinite: as in BSP. There is no overlap: gradients that come too late are left
+            out as a whole.
     """
 
     quorum: int = 0
 
-    def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000) -> None:
-        super().__init__(norm=norm, check_every=check_every)
+    def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000, nonfinite: str = "stop") -> None:
+        super().__init__(norm=norm, check_every=check_every, nonfinite=nonfinite)
         self.m = self.quorum = _whole("m", m, 0)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise InvalidArgument(f"{name}={value!r} is none of {', '.join(known)}. Write {name}={known[0]!r}.")
-    return value
 
 
 def _whole(name: str, value: float, least: int) -> int:

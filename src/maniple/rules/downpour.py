@@ -4,7 +4,7 @@ import numpy as np
 
 from maniple.contracts import Act, Array, Moment
 from maniple.rules.kernels import kernels
-from maniple.rules.rule import Rule, checked_flag
+from maniple.rules.rule import Rule, checked_flag, checked_nonfinite
 
 
 class Downpour(Rule):
@@ -17,16 +17,18 @@ class Downpour(Rule):
     diverges at long ones, where the sum of many stale steps overshoots. Dean et al.: Large scale
     distributed deep networks, 2012; Zhang et al. (arXiv:1511.05950) for the division by staleness.
 
-    With `sync=True` all workers meet at once: `c += sum_i (x_i - c); x_i = c`.
+    With `sync=True` all workers meet at once: `c += sum_i (x_i - c); x_i = c`. Then `nonfinite` says what
+    happens when a worker's contribution is not finite: as in BSP.
     """
 
     every = 1
     memory = True
     op = "sum"
 
-    def __init__(self, *, compensate: bool = False, sync: bool = False) -> None:
+    def __init__(self, *, compensate: bool = False, sync: bool = False, nonfinite: str = "stop") -> None:
         self.compensate = checked_flag("Downpour", "compensate", compensate)
         self.sync = checked_flag("Downpour", "sync", sync)
+        self.nonfinite = checked_nonfinite("Downpour", nonfinite, is_sync=sync)
 
     @property
     def meets(self) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules.kernels import kernels
-from maniple.rules.rule import Rule, checked_flag, checked_share
+from maniple.rules.rule import Rule, checked_flag, checked_nonfinite, checked_share
 
 Alpha = float | str | Callable[[int], float]
 
@@ -28,14 +28,24 @@ class EASGD(Rule):
         sync: all workers meet at once, each with a center of its own that is the same for all:
 
             x_i -= alpha_w (x_i - c);    c += alpha_c sum_i (x_i - c)
+
+        nonfinite: with `sync`, what happens when a worker's contribution is not finite: as in BSP.
     """
 
     op = "sum"
 
-    def __init__(self, alpha: Alpha = "auto", *, center_alpha: float | None = None, sync: bool = False) -> None:
+    def __init__(
+        self,
+        alpha: Alpha = "auto",
+        *,
+        center_alpha: float | None = None,
+        sync: bool = False,
+        nonfinite: str = "stop",
+    ) -> None:
         self.alpha = alpha
         self.center_alpha = center_alpha
         self.sync = checked_flag("EASGD", "sync", sync)
+        self.nonfinite = checked_nonfinite("EASGD", nonfinite, is_sync=sync)
 
     @property
     def memory(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of the synchronous one only

@@ -9,6 +9,8 @@ from maniple.contracts import Act, Array, Moment
 from maniple.errors import InvalidArgument
 from maniple.rules import blocks
 
+NONFINITE = ("stop", "skip")
+
 
 class Rule:
     """The base of rules. A rule of your own needs one method:
@@ -29,6 +31,7 @@ class Rule:
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
     momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
     check_every: int = 0  # exchanges between two looks whether the replicas are the same
+    nonfinite: str = "stop"  # a contribution to the circle that is not finite: "stop" the run, or "skip" it
     overlap: bool = False  # gradients go out during the backward pass, where the circle can carry them meanwhile
 
     @property
@@ -105,6 +108,23 @@ def checked_share(rule: str, name: str, value: Any) -> float:
             f"Beyond 1 an exchange overshoots and the center diverges; a usual value is 0.5."
         )
     return float(value)
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    """`value` if it is one of those known."""
+    if value not in known:
+        raise InvalidArgument(f"{name}={value!r} is none of {', '.join(known)}. Write {name}={known[0]!r}.")
+    return value
+
+
+def checked_nonfinite(rule: str, value: str, *, is_sync: bool = True) -> str:
+    """`value` if it says what to do with a contribution that is not finite, of a rule whose workers meet at once."""
+    if not is_sync and value != NONFINITE[0]:
+        raise InvalidArgument(
+            f"{rule} has nonfinite={value!r}, which is for workers that meet at once; without sync=True the center "
+            "refuses values that are not finite. Add sync=True, or leave it out."
+        )
+    return one_of("nonfinite", value, NONFINITE)
 
 
 def checked_flag(rule: str, name: str, value: Any) -> bool:

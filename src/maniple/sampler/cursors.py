@@ -35,6 +35,8 @@ class Cursors:
         self.terms = Terms(terms.count, self._settle(_CHUNK, terms.chunk), terms.shuffle)
         self._chunks = -(-terms.count // self.terms.chunk)
 
+    first_epoch = 0  # nobody joins later, and nothing is resumed
+
     def take(
         self,
         epoch: int,

@@ -35,6 +35,16 @@ class Unfinished(msgspec.Struct):
         chunk, count = self.terms.chunk, self.terms.count
         return sum(min(count, (number + 1) * chunk) - number * chunk for _, number in self.leases)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The first epoch that has samples left, and how many of it are done."""
+        chunks = -(-self.terms.count // self.terms.chunk)
+        open_ = {epoch for epoch, cursor in self.cursors if cursor < chunks} | {epoch for epoch, _ in self.leases}
+        first = min(open_, default=max((epoch for epoch, _ in self.cursors), default=-1) + 1)
+        cursor = dict(self.cursors).get(first, 0 if first not in open_ else chunks)
+        held = Unfinished(self.terms, [], [lease for lease in self.leases if lease[0] == first]).samples
+        return first, min(self.terms.count, cursor * self.terms.chunk) - held
+
 
 class Verdict(Enum):
     """What can be said to a worker that gets no lease."""

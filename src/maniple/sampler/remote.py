@@ -13,8 +13,9 @@ from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
 from maniple.sampler.lease import Holder, Lease, Terms, Verdict
 from maniple.sampler.table import MOST_LEASES, Table
 
-TERMS, LEASE = "maniple-terms", "maniple-lease"  # the two questions
-_MOST_SAMPLERS = 1 << 16
+TERMS, LEASE, EPOCH = "maniple-terms", "maniple-lease", "maniple-epoch"  # the questions
+_MOST_SAMPLERS = 1 << 10  # each has a table of 256 KB in memory
+_MOST_SAMPLES = 1 << 53
 
 _OPEN_S = 60.0
 _LEASE_S = 5.0  # for so long a worker waits for its next samples; then it trains on without a lease
@@ -47,14 +48,16 @@ class Tables:
         self._lock = threading.Lock()  # a table excludes other processes; this one's threads are for us to exclude
 
     def grant(self, question: str, info: Any, holder: Holder) -> Any:
-        """The answer to one of the two questions."""
+        """The answer to one of the questions."""
         try:
             wish = msgspec.convert(info, Wish)
         except msgspec.ValidationError as error:
             raise InvalidArgument(f"{question!r} came with {error}. Worker and host must have one version.") from None
         slots = {*wish.held, *wish.drawn, *wish.done, *wish.back}
         is_sound = (
-            0 <= wish.sampler < _MOST_SAMPLERS and wish.epoch < 1 << 30 and min(wish.terms.count, wish.terms.chunk) > 0
+            0 <= wish.sampler < _MOST_SAMPLERS
+            and -1 <= wish.epoch < 1 << 30
+            and all(0 < number < _MOST_SAMPLES for number in (wish.terms.count, wish.terms.chunk))
         )
         if not is_sound or not all(0 <= slot < MOST_LEASES for slot in slots):
             raise InvalidArgument(f"{question!r} came with numbers that no sampler has: {info}.")
@@ -62,6 +65,8 @@ class Tables:
             table = self._opened(wish)
             if question == TERMS:
                 return msgspec.to_builtins(table.terms)
+            if question == EPOCH:
+                return table.first_epoch
             if table.terms != wish.terms:  # the host began again from a snapshot before this sampler's time
                 raise InvalidArgument(
                     f"sampler {wish.sampler} is cut into chunks of {table.terms.chunk} now, this worker's of "
@@ -85,6 +90,7 @@ class Borrower:
         self._ask, self._number, self._on_away = ask, number, on_away
         self.terms = terms
         self.terms = msgspec.convert(ask(TERMS, self._wish(), timeout_s=_OPEN_S), Terms)
+        self.first_epoch = int(ask(EPOCH, self._wish(), timeout_s=_OPEN_S))
         self._chunks = -(-self.terms.count // self.terms.chunk)
         self._held: set[int] = set()
         self._news: dict[str, list[int]] = {"drawn": [], "done": [], "back": []}  # that the host has not heard yet

@@ -5,6 +5,7 @@ that a fast worker takes more, and what a dead one has left goes to another; a `
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from maniple.center.locks import Patience
 from maniple.errors import InvalidArgument
 from maniple.sampler.lead import Lead
 from maniple.sampler.lease import Lease, Terms, Verdict
@@ -22,6 +24,7 @@ Indices = npt.NDArray[np.int64]
 
 _PIECE = 128  # samples between two looks at whether to stop
 _PATIENCE_S = 10.0  # at the end of a pass, at least, for those who are at their last samples
+_MOST_FRAMES = 30  # of the stack that are looked at, at the beginning of a pass
 _MOST_OPEN = 256  # leases kept open until the center has them; of more, the oldest counts as done
 
 
@@ -30,6 +33,11 @@ class Lender(Protocol):
 
     @property
     def terms(self) -> Terms: ...
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch of which samples are left."""
+        ...
+
     def take(
         self, epoch: int, *, drawn: list[int] = ..., done: list[int] = ..., back: list[int] = ...
     ) -> Lease | Verdict: ...
@@ -39,7 +47,9 @@ class Order:
     """The samples of all epochs, in their order, and how many of them this worker has taken.
 
     Attributes:
+        count: the samples of an epoch, over all workers.
         epoch: the passes begun.
+        first_epoch: the first epoch of which samples were left when this sampler was made.
         is_finished: the passes that were asked for are made.
     """
 
@@ -51,11 +61,16 @@ class Order:
         shuffle: bool = True,
         max_epochs: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
+        on_empty: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.epoch = 0
         self.is_finished = False
+        self.first_epoch = 0
+        self._on_empty = on_empty  # is told of `first_epoch` when a pass of an earlier epoch begins
         self._max_epochs = max_epochs
-        self._count, self._seed, self._shuffle, self._should_stop = count, seed, shuffle, should_stop
+        self.count = self._count = count
+        self._seed, self._shuffle, self._should_stop = seed, shuffle, should_stop
+        self._world = 1
         self._given = 0
         self._rest: Iterator[int] = iter(())  # of the piece being handed out
         self._pending = 0  # taken from pieces and not handed out yet, by `batches`
@@ -66,6 +81,7 @@ class Order:
         return self._given - self._rest.__length_hint__() - self._pending  # type: ignore[attr-defined] # pyright: ignore
 
     def __iter__(self) -> Iterator[int]:
+        _refuse_sharded(self._world)
         return chain.from_iterable(self._pieces())  # between two pieces, a sample costs no Python code
 
     def _pieces(self) -> Iterator[Iterator[int]]:
@@ -111,12 +127,17 @@ class Order:
     def settled(self) -> None:
         """The center has all that was learned so far."""
 
+    def passed(self) -> None:
+        """The loop has come to the end of a pass, and has trained on all of it."""
+
     def finish(self, *, is_early: bool) -> None:
         """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""
 
     def _pass(self) -> Iterator[Indices]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         self._given, self._rest, self._pending = self.taken, iter(()), 0  # the last pass may have been left early
+        if epoch < self.first_epoch:
+            self._on_empty(self.first_epoch)
         if not self._max_epochs or epoch < self._max_epochs:
             yield from self._chunks(epoch)
             if self._should_stop():
@@ -131,23 +152,64 @@ class Shard(Order):
     """A fixed share: worker r takes places r, r + world, r + 2 world ... of each epoch's order.
 
     All workers take equally many: the last `count % world` samples of an epoch's order are left out, others in
-    each epoch. Two runs of the same seed take the same samples.
+    each epoch. With `is_whole`, for validation, none is left out: shares may differ by one sample, and with fewer
+    samples than workers some are empty. Two runs of the same seed take the same samples. After `begin_at`, the passes
+    of earlier epochs are empty, and the first one that is not begins in the middle of its epoch.
     """
 
-    def __init__(self, count: int, *, rank: int, world: int, **rest: Any) -> None:
+    def __init__(self, count: int, *, rank: int, world: int, is_whole: bool = False, **rest: Any) -> None:
         super().__init__(count, **rest)
-        if count < world:
+        if count < world and not is_whole:
             raise InvalidArgument(
                 f"{count} samples cannot be shared by {world} workers: each needs at least one. "
                 "Use fewer workers or more data."
             )
         self._rank, self._world = rank, world
+        self._is_whole = is_whole
+        self._lead = Lead()
+        self._begun = (0, 0)  # the epoch, and the place in its order, at which the newest pass has begun
+        self._base = self._share = 0  # the samples taken before that pass, and those of the pass itself
 
     def __len__(self) -> int:
-        return self._count // self._world
+        return len(self._places(0))
+
+    def _places(self, start: int) -> range:
+        """The places of this worker in an epoch's order, from `start` on."""
+        rest = self._count - start
+        end = self._count if self._is_whole else start + rest - rest % self._world
+        return range(start + self._rank, end, self._world)
+
+    def begin_at(self, epoch: int, place: int) -> None:
+        """Continue there: earlier epochs are done, and so many places of this one's order; before the first pass."""
+        if not self.epoch:
+            each = (self._count - place) // self._world
+            self._begun = (epoch, place) if place >= 0 and each > 0 else (epoch + 1, 0)
+            self.first_epoch = self._begun[0]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the places of its order whose samples all workers have trained on, if all are as far."""
+        epoch, place = self._begun
+        trained = self._lead.trained - self._base
+        return (epoch + 1, 0) if 0 < self._share <= trained else (epoch, place + trained * self._world)
+
+    def stepped(self) -> None:
+        self._lead.stepped(self.taken)
+
+    def passed(self) -> None:
+        """What the newest pass has handed out is trained on."""
+        if self.taken - self._base == self._share:
+            self._lead.trained = self.taken
 
     def _chunks(self, epoch: int) -> Iterator[Indices]:
-        yield self.permutation(epoch)[self._rank : len(self) * self._world : self._world]
+        if epoch < self.first_epoch:
+            return
+        place = self._begun[1] if not self._share and epoch == self.first_epoch else 0
+        places = self._places(place)
+        self._share = len(places)
+        self._begun, self._base = (epoch, place), self.taken
+        self._lead.drained(self.taken)
+        yield self.permutation(epoch)[places.start : places.stop : places.step]
 
 
 class Sampler(Order):
@@ -173,6 +235,7 @@ class Sampler(Order):
         **rest: Any,
     ) -> None:
         super().__init__(count, **rest)
+        self.first_epoch = lender.first_epoch
         self._on_wait = on_wait  # those who have the last samples may themselves wait for this worker
         self._is_shared = is_shared  # a model is: what is drawn before its first step is not trained on yet
         self._lender, self._world = lender, max(1, world)
@@ -228,7 +291,7 @@ class Sampler(Order):
 
     def _await(self, epoch: int, *, drawn: list[int], back: list[int]) -> Lease | None:
         """The next lease; None at the end of the pass, or if those who have the last samples take too long."""
-        pause_s, deadline = 0.001, time.monotonic() + max(_PATIENCE_S, 3 * self._chunk_s)
+        pause_s, patience = 0.001, Patience(max(_PATIENCE_S, 3 * self._chunk_s))
         while True:
             answer = self._lender.take(epoch, drawn=drawn, done=self._done(), back=back)
             if isinstance(answer, Lease):
@@ -237,7 +300,7 @@ class Sampler(Order):
                 self._settled = max(self._settled, self._open[0][1])  # of so many, the oldest counts as done
                 drawn, back = [], []
                 continue
-            if answer is Verdict.END or self._should_stop() or time.monotonic() > deadline:
+            if answer is Verdict.END or self._should_stop() or patience.is_over():
                 return None
             self._on_wait()
             time.sleep(pause_s)
@@ -259,3 +322,31 @@ class Sampler(Order):
         while self._open and (self._open[0][1] <= until or len(self._open) > _MOST_OPEN):
             done.append(self._open.popleft()[0])
         return done
+
+
+def _refuse_sharded(world: int) -> None:
+    """Raise InvalidArgument if whoever iterates takes only some of these samples, for one of several processes.
+
+    Accelerate wraps the batch sampler, Lightning and others the sampler, in classes of their own. Those are known by
+    the number of processes that they share the samples among, and are on the stack when a pass begins.
+    """
+    frame = sys._getframe(2) if world > 1 else None  # pyright: ignore[reportPrivateUsage] - of whoever iterates
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        kinds = {kind.__name__ for kind in type(owner).__mro__}
+        if kinds & {"BatchSamplerShard", "IterableDatasetShard"}:
+            processes = getattr(owner, "num_processes", 1)
+        elif kinds & {"DataLoaderDispatcher"}:
+            processes = getattr(getattr(owner, "state", None), "num_processes", 1)
+        else:
+            processes = getattr(owner, "num_replicas", 1) if "DistributedSampler" in kinds else 1
+        if processes > 1:
+            raise InvalidArgument(
+                f"{type(owner).__name__} shares these samples among {processes} processes, but they are one worker's "
+                f"own share of {world} already: most of the data would be left out. Do not pass a DataLoader with "
+                "worker.sampler to accelerator.prepare() or Trainer (in Lightning, set use_distributed_sampler=False); "
+                "or let that library do the sharding, and leave worker.sampler out."
+            )
+        frame = frame.f_back

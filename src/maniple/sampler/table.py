@@ -148,6 +148,11 @@ class Table:
         finally:
             self._locks.give(0)
 
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch of which samples are left: not handed out, or handed out and not done."""
+        return self.unfinished().progress[0]
+
     def close(self) -> None:
         """Let the table go."""
         self._locks.close()

@@ -6,6 +6,8 @@ Values stay text, as on the command line: `name: 007` is the name 007, and not t
 from __future__ import annotations
 
 import difflib
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +30,17 @@ class Setting:
     is_general: bool = False  # for all runs, not for one
 
 
-def read_settings(path: Path, *, is_general: bool = False) -> dict[str, Setting]:
-    """The settings of a file, in its own words and order."""
+class Untrusted(Exception):
+    """A file that nobody has named may have been put there by somebody else."""
+
+
+def read_settings(path: Path, *, is_general: bool = False, is_found: bool = False) -> dict[str, Setting]:
+    """The settings of a file, in its own words and order.
+
+    `is_found`: nobody has named it, it lies in the working folder. Untrusted if others could have written it.
+    """
     settings: dict[str, Setting] = {}
-    root = _parse(path)
+    root = _parse(path, is_found=is_found)
     for key_node, node in root.value if root is not None else []:
         key, origin = str(key_node.value).replace("-", "_"), f"{path}:{key_node.start_mark.line + 1}"
         if key in settings:
@@ -40,17 +49,33 @@ def read_settings(path: Path, *, is_general: bool = False) -> dict[str, Setting]
     return settings
 
 
-def _parse(path: Path) -> MappingNode | None:
+def _check_owner(about: os.stat_result) -> None:
+    if about.st_uid not in {os.getuid(), 0}:
+        raise Untrusted(
+            f"it belongs to user {about.st_uid}, and this process is of user {os.getuid()}. Remove it, or own it"
+        )
+    if about.st_mode & 0o022:
+        mode = stat.S_IMODE(about.st_mode)
+        raise Untrusted(f"others can write it (mode {mode:04o}). If it is yours, `chmod go-w` makes it count")
+
+
+def _parse(path: Path, *, is_found: bool) -> MappingNode | None:
     import yaml
 
     try:
-        root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
+        with path.open("rb") as file:
+            if is_found:  # what was opened is checked: another file may have that name a moment later
+                _check_owner(os.fstat(file.fileno()))
+            data = file.read()
+        root = yaml.compose(data, Loader=yaml.SafeLoader)
     except OSError as error:
         raise InvalidArgument(_unreadable(path, error)) from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         why = ", ".join(filter(None, (error.context, error.problem)))
         raise InvalidArgument(f"{path}{line} is no YAML: {why}. Write `key: value` lines.") from None
+    except RecursionError:
+        raise InvalidArgument(f"{path} is nested too deeply. Write `key: value` lines.") from None
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())
         raise InvalidArgument(f"{path} is no YAML: {why}. Write `key: value` lines, in UTF-8.") from None

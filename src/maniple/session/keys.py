@@ -8,10 +8,36 @@ from typing import Any
 import click
 
 from maniple.errors import InvalidArgument
+from maniple.place import personal_settings, setting_variable
 from maniple.session.file import Setting
 
 OF_SESSION = ("script", "args", "sync_start")  # for one run: no keys of a general file
 _NOW = {"sync_rule": "rule", "avg_freq": "every"}  # what older systems call it, and we
+
+
+# What `.maniple.yaml` of the working folder may set. Nobody has named that file, and it may come with somebody else's
+# project, so it says how to train: it does not run code, let others in, or use other machines or folders. Keys that are
+# not listed here are refused there.
+OF_FOLDER = frozenset({
+    "allocation", "bind", "circle_deadline", "controller_arg", "cpus_per_worker", "deterministic", "devices",
+    "dry_run", "every", "gpus_per_worker", "host_deadline", "instances", "json", "keep", "leave_early", "max_batches",
+    "max_epochs", "max_simultaneous", "maximum_rate", "mem", "model_arg", "name", "partition", "patience", "producers",
+    "quiet", "restarts", "rule", "seed", "snapshot", "snapshot_epochs", "snapshot_every", "tls", "total_duration",
+    "validate_every", "walltime", "wire", "workers",
+})  # fmt: skip
+
+
+def check_found(settings: dict[str, Setting]) -> None:
+    """Raise InvalidArgument for a key that only a file may have which somebody has named."""
+    for key, setting in settings.items():
+        is_off = key == "tls" and str(setting.value).lower() not in {"true", "yes", "on", "1", "t", "y"}
+        if key not in OF_FOLDER or is_off:
+            what = "would turn encryption off" if is_off else "runs code, opens connections or uses other places"
+            raise InvalidArgument(
+                f"{setting.origin}: {key} {what}, and this file counts only because it lies in the working folder. "
+                f"Give --{key.replace('_', '-')} on the command line or by {setting_variable(key)}, or write it to a "
+                f"session file (`maniple run session.yaml`) or to {personal_settings()}."
+            )
 
 
 def option_keys(command: click.Command) -> dict[str, click.Option]:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import click
 
+from maniple.errors import require_printable
 from maniple.place import personal_settings, set_by_person, setting_variable
-from maniple.session.file import Setting, read_settings
-from maniple.session.keys import check_keys, convert, is_command, translate
+from maniple.session.file import Setting, Untrusted, read_settings
+from maniple.session.keys import check_found, check_keys, convert, is_command, translate
 
 _OF_FOLDER = Path(".maniple.yaml")
 
@@ -27,9 +28,19 @@ def from_file(
     context: click.Context, path: Path, options: dict[str, click.Option], *, is_general: bool = False
 ) -> tuple[dict[str, Setting], list[str]]:
     """What a file says, checked whole, and a line about each of its words that was translated."""
-    settings = read_settings(path, is_general=is_general)
+    is_found = is_general and path == _OF_FOLDER
+    try:
+        settings = read_settings(path, is_general=is_general, is_found=is_found)
+    except Untrusted as error:
+        return {}, [f"{path} is ignored: {error}."]
     check_keys(settings, options)
+    for key, setting in settings.items():
+        for text in (setting.value,) if isinstance(setting.value, str) else setting.value:
+            if key != "args":  # these are the script's own
+                require_printable(f"{setting.origin}: {key}", text)
     settings, notes = translate(settings)
+    if is_found:
+        check_found(settings)
     for key, setting in settings.items():
         if key in options:
             convert(context, key, options[key], setting)  # also if another source counts more

@@ -36,8 +36,8 @@ class Curves:
     def note(self, rank: int, rows: Iterable[Row]) -> None:
         """All numbers of some rows of one worker; words and lists are none."""
         found: dict[tuple[str, int], list[tuple[list[float], list[float]]]] = {}
-        for names, alike in _alike(rows).items():
-            who = CENTER if "center" in names else rank
+        for (is_center, names), alike in _alike(rows).items():
+            who = CENTER if is_center else rank
             times = [row["timestamp"] for row in alike]
             for name in names:
                 if name not in ABOUT:
@@ -66,11 +66,11 @@ class Curves:
             ranks[rank].add(xs, ys)
 
 
-def _alike(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """The rows by what they tell: a script logs the same few names again and again."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def _alike(rows: Iterable[Row]) -> dict[tuple[bool, tuple[str, ...]], list[Row]]:
+    """The rows by what they tell, and whether of the center: a script logs the same few names again and again."""
+    groups: dict[tuple[bool, tuple[str, ...]], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row), []).append(row)
+        groups.setdefault((bool(row.get("center")), tuple(row)), []).append(row)
     return groups
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from maniple.record.times import PARTS
 from maniple.story.story import Story
 
@@ -11,10 +13,12 @@ class Overall:
     """A run in a few numbers that do not change any more once it has ended.
 
     Attributes:
-        seconds: from the beginning of the first stretch of any worker's training to the end of the last.
+        seconds: from the beginning of the first stretch of any worker's training to the end of the last, without the
+            pauses of a run that was resumed.
         rate: samples of all workers / seconds; steps, where samples are not counted: `unit` tells.
         split: the seconds of all workers, by what they went for.
-        speedup: rate / samples per second of compute of one worker. An estimate: see `Totals`.
+        busy_workers: how many workers were busy computing, in the mean over `seconds`.
+        measures_data: of all workers that made steps, the time between them was measured.
     """
 
     workers: int
@@ -22,7 +26,8 @@ class Overall:
     rate: float
     unit: str
     split: dict[str, float]
-    speedup: float
+    busy_workers: float
+    measures_data: bool
 
 
 def look_back(story: Story) -> Overall:
@@ -31,9 +36,11 @@ def look_back(story: Story) -> Overall:
     samples, steps = sum(total.samples for total in totals), sum(total.step for total in totals)
     split = {part: sum(total.split[part] for total in totals) for part in PARTS}
     stretches = [lane.stretches for lane in story.lanes.values() if len(lane)]
-    seconds = max(s[-1, 1] for s in stretches) - min(s[0, 0] for s in stretches) if stretches else 0.0
+    ends = [min(s[0, 0] for s in stretches), max(s[-1, 1] for s in stretches)] if stretches else [0.0, 0.0]
+    seconds = float(np.diff(story.ran(np.array(ends)))[0])
     made = samples or steps
-    rate = made / float(seconds) if seconds > 0 else 0.0
-    alone = made / split[PARTS[0]] if split[PARTS[0]] else 0.0
+    rate = made / seconds if seconds > 0 else 0.0
+    busy = split[PARTS[0]] / seconds if seconds > 0 else 0.0
     unit = "samples" if samples or not steps else "steps"
-    return Overall(len(totals), float(seconds), rate, unit, split, rate / alone if alone else 0.0)
+    measured = [one.measures_data for one in story.standings.values() if one.total.step]
+    return Overall(len(totals), seconds, rate, unit, split, busy, bool(measured) and all(measured))

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from maniple.record import Row
+from maniple.record.events import parse_events
+from maniple.record.rows import MAX_ROW_BYTES, Amount, Count, Moment, is_deep
 
 T = TypeVar("T")
 
@@ -15,23 +17,24 @@ T = TypeVar("T")
 class ProgressRow(msgspec.Struct, gc=False):
     """A row `progress` of a worker, as `worker.progress` writes it."""
 
-    timestamp: float
-    step: int
-    samples: int
-    elapsed: float
-    sync_share: float = 0.0
-    exchange: float = 0.0
-    data: float = 0.0
-    others: float = 0.0
-    exchanges: int = 0
-    rounds: int = 0
-    bytes: int = 0
-    cpu: float = 0.0
-    memory: int = 0
-    gpu_memory: int = -1  # it uses none
-    staleness: float = -1.0  # nothing was exchanged
-    ages: list[int] = []
-    together: dict[str, int] = {}
+    timestamp: Moment
+    step: Count
+    samples: Count
+    elapsed: Amount
+    sync_share: Amount = 0.0
+    exchange: Amount = 0.0
+    data: Amount = 0.0
+    others: Amount = 0.0
+    measures_data: bool = False  # `data` has all time between steps and forward passes, and not only that of feeds
+    exchanges: Count = 0
+    rounds: Count = 0
+    bytes: Count = 0
+    cpu: Amount = 0.0
+    memory: Count = 0
+    gpu_memory: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)] = -1  # it uses none
+    staleness: Amount = -1.0  # nothing was exchanged
+    ages: Annotated[list[Count], msgspec.Meta(max_length=64)] = []
+    together: dict[Count, Count] = {}
 
 
 _HEAD, _MARK = len(b'{"event":"'), 10
@@ -66,10 +69,10 @@ def sort_rows(lines: list[bytes]) -> Iterator[list[ProgressRow] | list[Row] | Ro
         else:
             if found := _decoded(_PROGRESS_ROWS, progress):
                 yield found
-            if found := _decoded(_ROWS, log):
+            if found := _logged(log):
                 yield found
             progress, log = [], []
-            yield from _decoded(_ROWS, [line])
+            yield from parse_events([line])
 
 
 def column(rows: list[ProgressRow], name: str) -> np.ndarray:
@@ -77,11 +80,27 @@ def column(rows: list[ProgressRow], name: str) -> np.ndarray:
     return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
 
 
+def bad_progress(line: bytes) -> str:
+    """What is wrong with a row `progress`; nothing if all is well, or if it is another row."""
+    if line[_HEAD : _HEAD + _MARK] == _PROGRESS:
+        try:
+            _PROGRESS_ROWS.decode(b"[" + line + b"]")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return str(error)
+    return ""
+
+
+def _logged(lines: list[bytes]) -> list[Row]:
+    """Rows `log`, which are many: decoded together, and then checked for what `decode_row` asks of all rows."""
+    flat = [line for line in lines if len(line) <= MAX_ROW_BYTES and not is_deep(line)]
+    return [row for row in _decoded(_ROWS, flat) if type(when := row.get("timestamp")) is float and 0 <= when <= 1e11]
+
+
 def _decoded(decoder: "msgspec.json.Decoder[list[T]]", lines: list[bytes]) -> list[T]:
     """The rows in `lines`; those cut by a full disk or a crash, or that somebody has made up, are passed over."""
     try:
         return decoder.decode(b"[" + b",".join(lines) + b"]")
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         if len(lines) <= 1:
             return []
         middle = len(lines) // 2

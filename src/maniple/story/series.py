@@ -28,8 +28,9 @@ class Series:
 
     def add(self, xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> None:
         """More points, as many as there are of each."""
-        self.xs.frombytes(np.asarray(xs, np.float64).tobytes())
-        self.ys.frombytes(np.asarray(ys, np.float64).tobytes())
+        new_xs, new_ys = np.asarray(xs, np.float64), np.asarray(ys, np.float64)  # or nothing, if one of them cannot be
+        self.xs.frombytes(new_xs.tobytes())
+        self.ys.frombytes(new_ys.tobytes())
         if len(self.xs) > 4 * self._limit:
             self._shorten()
 

@@ -69,10 +69,13 @@ class Standing:
     loss: float | None = None
     cores: float = 0.0
     memory_bytes: int = 0
+    measures_data: bool = False  # else waiting for data may be in the time of compute
     node: str = ""
     rule: str = ""  # by which it shares, and when: as its newest row tells
     pace: str = ""
     lives: int = 0
+    waiting_for: list[int] = field(default_factory=list[int])  # the workers that it waits for, for a while already
+    waiting_s: float = 0.0
     states: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # since when
     _last: ProgressRow | None = None
 
@@ -85,6 +88,15 @@ class Standing:
     def is_gone(self) -> bool:
         """It does not train any more."""
         return self.state in _GONE
+
+    @property
+    def waiting(self) -> str:
+        """`waiting for worker 2 (14 s)`; empty if it does not wait, or not for long."""
+        if not self.waiting_s or self.is_gone:
+            return ""
+        names = ", ".join(map(str, self.waiting_for)) or "others"
+        who = f"workers {names}" if len(self.waiting_for) > 1 else f"worker {names}" if self.waiting_for else names
+        return f"waiting for {who} ({self.waiting_s:.0f} s)"
 
     @property
     def mean_rates(self) -> tuple[float, float]:
@@ -113,10 +125,19 @@ class Standing:
     def join(self, row: Row) -> None:
         """It has joined, for the first time or again: its own counts begin at zero."""
         self.before, self.now, self._last = self.total, Counts(), None
+        self.waiting_for, self.waiting_s = [], 0.0
         self.lives += 1
         self.node = str(row.get("node", ""))
         if self.state in {"starting", "queued"}:
             self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))
+
+    def wait(self, row: Row) -> None:
+        """It waits for others, or did until now. It makes no steps meanwhile."""
+        if row["event"] == "waited":
+            self.waiting_for, self.waiting_s = [], 0.0
+            return
+        self.waiting_for, self.waiting_s = [int(rank) for rank in row["for"]], float(row["seconds"])
+        self.steps_per_s = self.samples_per_s = self.bytes_per_s = 0.0
 
     def share(self, row: Row) -> None:
         """It shares a model by this rule and pace, from the beginning or since somebody has changed them."""
@@ -124,6 +145,7 @@ class Standing:
 
     def progress(self, rows: list[ProgressRow]) -> Travel:
         """It tells how far it is, some times; gives what it did in between."""
+        self.waiting_for, self.waiting_s = [], 0.0
         newest, before = rows[-1], self._last or ProgressRow(0.0, 0, 0, 0.0, cpu=rows[0].cpu)
         all_ = [before, *rows]
         seconds = np.diff(column(all_, "elapsed"))
@@ -138,6 +160,7 @@ class Standing:
         made = (newest.step, newest.samples, newest.exchanges, newest.rounds, newest.bytes)
         self.now, self._last = Counts(*made, newest.elapsed, whole), newest
         self.sync_share, self.memory_bytes = newest.sync_share, newest.memory
+        self.measures_data = newest.measures_data or newest.data > 0
         self.staleness = next((row.staleness for row in reversed(rows) if row.staleness >= 0), self.staleness)
         if not self.is_gone and seconds[-1] > 0:
             self.steps_per_s = (newest.step - all_[-2].step) / float(seconds[-1])

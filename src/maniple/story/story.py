@@ -1,15 +1,15 @@
 """The story of a run, told by the rows in its folder."""
 
 import time
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from typing import cast
 
 import numpy as np
 
-from maniple.record import Folder, Row, Tail
+from maniple.record import Folder, Row, Tails
 from maniple.record.events import parse_events
 from maniple.story.curves import CENTER, Curves
 from maniple.story.lanes import Lane
@@ -28,7 +28,7 @@ _STATES = {
     "lost": "lost",
     "left": "done",
 }
-_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave"}
+_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave", "waiting"}
 _TOLD = {143, -15, 130, -2}  # the exit codes of those who were told to end
 _MOST_EVENTS = 2000
 _FINE = 500_000  # stretches of the finest curve, of all workers together; see Series
@@ -79,19 +79,21 @@ class Story:
         self._stale, self._exchanges = 0.0, 0  # the staleness of all exchanges, and how many there were
         self._limit = limit
         self._ended = 0.0  # when the host did
-        self._version = 0  # of a snapshot with which the run began
+        self._starts: list[float] = []  # of the host: a run that was resumed has had several lives
+        self._spans: dict[int, tuple[float, float]] = {}  # by life: from when until when workers tell of themselves
+        self._restored, self._version = 0.0, 0  # when the center was restored from a snapshot, and its version then
+        self._changes = 0  # exchanges with the center since then
+        self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
         self._told: set[int] = set()  # the workers that the host knows
-        self._tails: dict[str, Tail] = {}
+        self._tails = Tails(folder.path / "events")
 
     def refresh(self, within_s: float | None = None) -> bool:
         """Read what is new. With `within_s`, for about so long; False if there is more."""
         deadline = None if within_s is None else time.monotonic() + within_s
-        for name in self._names():
-            tail = self._tails.setdefault(name, Tail(self.folder.path / "events" / name))
-            for lines in tail.pieces():
-                self._read(name, lines)
-                if deadline is not None and time.monotonic() > deadline:
-                    return False
+        for who, lines in self._tails.pieces():  # host and server first: what they say of workers counts most
+            self._read(who, lines)
+            if deadline is not None and time.monotonic() > deadline:
+                return False
         if self.host_exit_code is not None:  # else the host comes back, and its workers train on
             for standing in self.standings.values():
                 if not standing.is_gone:
@@ -100,8 +102,21 @@ class Story:
 
     def totals(self) -> Totals:
         """The run in a few numbers, at the time of its newest row."""
-        elapsed_s = self.until - self.since if self.since else 0.0
-        return add_up(self.standings.values(), elapsed_s=elapsed_s, version=self._version)
+        elapsed_s = float(self.ran(np.array([self.until]))[0]) if self.since else 0.0
+        first = bisect_right(self._starts, self._restored) if self._restored else 0
+        rounds = sum(made for life, made in self._rounds.items() if life >= first)
+        return add_up(self.standings.values(), elapsed_s=elapsed_s, version=self._version + self._changes + rounds)
+
+    def ran(self, moments: np.ndarray) -> np.ndarray:
+        """For how many seconds the run had been going on at each of `moments`, since the first worker's start.
+
+        The pauses between its end, or the death of its host, and its resumption do not count.
+        """
+        seconds = moments - self.since
+        spans = [self._spans[life] for life in sorted(self._spans)]
+        for (_, last), (first, _) in pairwise(spans):
+            seconds = seconds - np.clip(moments - last, 0.0, max(0.0, first - last))
+        return seconds
 
     @property
     def staleness(self) -> float | None:
@@ -114,13 +129,8 @@ class Story:
             self.standings[rank] = Standing(self._first)
         return self.standings[rank]
 
-    def _names(self) -> Iterable[str]:
-        """The files of rows, those of host and server first: what they say of workers counts most."""
-        names = sorted(path.name for path in (self.folder.path / "events").glob("*.jsonl"))
-        return sorted(names, key=lambda name: name.startswith("worker-"))
-
-    def _read(self, name: str, lines: list[bytes]) -> None:
-        rank = name.removeprefix("worker-").removesuffix(".jsonl")
+    def _read(self, who: str, lines: list[bytes]) -> None:
+        rank = who.removeprefix("worker-")
         if rank.isdigit():
             for rows in sort_rows(lines):
                 with suppress(KeyError, TypeError, ValueError, OverflowError):  # rows that somebody else has made up
@@ -140,11 +150,12 @@ class Story:
         elif kind == "stop":
             self.stop = (when, str(row.get("reason")))
         elif kind == "restored":
-            self._version = int(row.get("updates", 0))
+            self._restored, self._changes = when, 0
+            self._version = int(row.get("rounds") or row.get("updates", 0))
         elif "worker" in row:
             self._note_member(kind, row, when)
         if "live" in row:
-            self.live.add([when], [row["live"]])
+            self.live.add([when], [float(row["live"])])
         self._happen(row)
 
     def _note_member(self, kind: str, row: Row, when: float) -> None:
@@ -156,7 +167,8 @@ class Story:
 
     def _begin(self, row: Row, when: float) -> None:
         """The host has begun, or begun again: nothing that was said of its workers before counts any more."""
-        self.host_exit_code = None
+        self.host_exit_code = self.exit_code = None
+        self._starts.append(when)
         for rank in range(int(row.get("workers") or 0)):
             self.worker(rank).turn(self._first, when)
 
@@ -174,9 +186,12 @@ class Story:
         self.until = max(self.until, when)
         if kind == "join":
             self.since = min(self.since or when, when)
+            self._span(when, when)
             standing.join(row)
         elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
             standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind in {"waiting", "waited"}:
+            standing.wait(row)
         elif kind in {"share", "changed"}:
             standing.share(row)
             self.shared = self.shared or row
@@ -184,7 +199,7 @@ class Story:
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
             self.epoch_size = self.epoch_size or int(row["size"])
-        elif kind == "failed":
+        elif kind == "failed" and when >= max(self._starts, default=0.0):  # not of an earlier life
             self.exit_code = self.exit_code or row["exit_code"]
         if kind not in _ORDINARY:
             self._happen({"worker": rank} | row)
@@ -192,12 +207,20 @@ class Story:
     def _note_logged(self, rank: int, standing: Standing, rows: list[Row]) -> None:
         self.logged.note(rank, rows)
         self.until = max(self.until, rows[-1]["timestamp"])
-        losses = (row["loss"] for row in reversed(rows) if "loss" in row and "center" not in row)
+        losses = (row["loss"] for row in reversed(rows) if "loss" in row and not row.get("center"))
         if (loss := next(losses, None)) is not None:
             standing.loss = float(loss)
 
     def _note_progress(self, rank: int, standing: Standing, rows: list[ProgressRow]) -> None:
+        before = standing.now.exchanges
         travel = standing.progress(rows)
+        made = np.diff(np.concatenate([[before], column(rows, "exchanges")]))
+        self._changes += int(made[travel.when > self._restored].sum())
+        lives = np.searchsorted(self._starts, travel.when, side="right")
+        for life in np.unique(lives).tolist():
+            own = lives == life
+            self._span(float((travel.when - travel.seconds)[own][0]), float(travel.when[own].max()), life)
+            self._rounds[life] = max(self._rounds.get(life, 0), int(column(rows, "rounds")[own].max()))
         self.until = max(self.until, rows[-1].timestamp)
         lane = self.lanes.setdefault(rank, Lane(self._limit))
         lane.add(np.column_stack([travel.when - travel.seconds, travel.when, travel.split.T]))
@@ -223,6 +246,13 @@ class Story:
         if not len(seen) or begin > seen.xs[-1] + 1.0:  # it has begun, or come back: it saw nothing before
             seen.add([begin], [seen.ys[-1] if len(seen) else 0.0])
         seen.add(travel.when, travel.samples)
+
+    def _span(self, first: float, last: float, life: int | None = None) -> None:
+        """A worker tells of itself from `first` until `last`, in that life of the run or in the one of that time."""
+        life = bisect_right(self._starts, last) if life is None else life
+        first = max(first, self._starts[life - 1]) if life else first
+        known = self._spans.get(life, (first, last))
+        self._spans[life] = min(known[0], first), max(known[1], last)
 
     def _happen(self, row: Row) -> None:
         self.events += 1

@@ -14,13 +14,12 @@ class Totals:
     Attributes:
         samples_per_s, steps_per_s: of all workers that are there, now; when none is there any more, of each worker's
             whole time.
-        speedup: how many times as fast this is as one worker that computes as these do and waits for nobody, which
-            would make (samples per second) / (share of time spent computing), in the mean of the workers. Several
-            workers on few cores hinder each other, which this cannot see: `maniple compare` with a run of one worker
-            tells the rest.
+        busy_workers: how many workers are busy computing, in the mean: the sum of the shares of their time that they
+            compute. It is no speed-up: workers on few cores are all busy, and slow. `maniple compare` with a run of
+            one worker measures that.
         goodput: the part of all workers' time since the first began, also of those who are dead or away, that was
             spent for training itself.
-        version: how many exchanges or rounds have changed the center.
+        version: how many exchanges or rounds have changed the center; those that a snapshot has, too.
     """
 
     workers: int = 0
@@ -30,7 +29,7 @@ class Totals:
     elapsed_s: float = 0.0
     samples_per_s: float = 0.0
     steps_per_s: float = 0.0
-    speedup: float = 0.0
+    busy_workers: float = 0.0
     goodput: float = 0.0
     sync_share: float = 0.0
     bytes: int = 0
@@ -38,7 +37,7 @@ class Totals:
 
 
 def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -> Totals:
-    """The totals of a run that began `elapsed_s` ago and whose center had `version` when it began."""
+    """The totals of a run that has been going on for `elapsed_s`, and whose center has `version`."""
     totals = [one.total for one in standings]
     split = {part: sum(total.split[part] for total in totals) for part in PARTS}
     steps, samples = sum(total.step for total in totals), sum(total.samples for total in totals)
@@ -54,18 +53,11 @@ def add_up(standings: Collection[Standing], *, elapsed_s: float, version: int) -
         elapsed_s=elapsed_s,
         samples_per_s=samples_per_s,
         steps_per_s=steps_per_s,
-        speedup=_speedup(standings, unit=0 if samples else 1),  # where samples are not counted, steps are
+        busy_workers=sum(one.compute_share for one in live)
+        if live
+        else sum(one.mean_compute_share for one in standings),
         goodput=min(1.0, split["compute"] / (elapsed_s * len(standings))) if elapsed_s and standings else 0.0,
         sync_share=(split["exchange"] + split["others"]) / spent if spent else 0.0,
         bytes=sum(total.bytes for total in totals),
-        version=version + sum(t.exchanges for t in totals) + max((t.rounds for t in totals), default=0),
+        version=version,
     )
-
-
-def _speedup(standings: Collection[Standing], *, unit: int) -> float:
-    live = [one for one in standings if not one.is_gone]
-    rates = [((one.samples_per_s, one.steps_per_s)[unit], one.compute_share) for one in live]
-    if not live:
-        rates = [(one.mean_rates[unit], one.mean_compute_share) for one in standings]
-    alone = [rate / share for rate, share in rates if rate and share]
-    return sum(rate for rate, _ in rates) * len(alone) / sum(alone) if alone else 0.0

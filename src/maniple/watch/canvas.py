@@ -6,7 +6,7 @@ from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.record.folder import write_whole
-from maniple.record.times import PARTS
+from maniple.record.times import PARTS, WORDS
 from maniple.watch import palette
 from maniple.watch.extras import need
 
@@ -52,6 +52,6 @@ def stack(
     reached = [0.0] * len(places)
     for part in PARTS:
         lengths = [split[part] for split in splits]
-        label = part if labelled else None
+        label = WORDS[part] if labelled else None
         draw(places, lengths, width, color=palette.PARTS[part], label=label, **{base: reached})
         reached = [low + length for low, length in zip(reached, lengths, strict=True)]

@@ -31,8 +31,8 @@ class Summary:
 
     Attributes:
         rate: samples (or steps: `unit`) of all workers per second, from the first step to the last.
-        speedup: against the fastest run with one worker; without one an estimate (`is_estimate`): against one worker
-            that computes as these do and waits for nobody.
+        busy_workers: how many workers were busy computing, in the mean.
+        speedup: against the fastest run with one worker; not known without one.
         final: the last of the course of the value (see `course`), of the center or of the workers (`final_of`).
         target_s, target_samples: when the course first reached the target, since the first worker's start.
         target_speedup: the time that the baseline needed for it / this run's.
@@ -48,8 +48,8 @@ class Summary:
     steps: int
     unit: str
     rate: float
+    busy_workers: float
     speedup: float | None
-    is_estimate: bool
     sync_share: float
     staleness: float | None
     goodput: float
@@ -90,7 +90,7 @@ def _measured(one: Summary, base: Summary) -> Summary:
         one = replace(one, target_speedup=base.target_s / one.target_s)
     if one.unit != base.unit or not one.rate:
         return one
-    return replace(one, speedup=one.rate / base.rate, is_estimate=False)
+    return replace(one, speedup=one.rate / base.rate)
 
 
 def _summary(run: Run, whole: Course, value: str, target: Target | None) -> Summary:
@@ -108,15 +108,15 @@ def _summary(run: Run, whole: Course, value: str, target: Target | None) -> Summ
         steps=totals.steps,
         unit=overall.unit,
         rate=overall.rate,
-        speedup=overall.speedup or None,
-        is_estimate=True,
+        busy_workers=overall.busy_workers,
+        speedup=None,
         sync_share=totals.sync_share,
         staleness=story.staleness,
         goodput=totals.goodput,
         final=float(whole.ys[-1]) if len(whole) else None,
         final_of="center" if whole.is_center else "workers",
         not_finite=story.logged.broken.get(value, 0),
-        target_s=None if reached is None else reached - story.since,
+        target_s=None if reached is None else float(story.ran(np.array([reached]))[0]),
         target_samples=None if reached is None else _samples(run, reached),
         target_speedup=None,
         exit_code=story.host_exit_code if exit_code is None else exit_code,
@@ -137,7 +137,8 @@ def cells(one: Summary, value: str, target: Target | None) -> dict[str, str]:
         "time": f"{one.seconds:,.1f} s",
         "samples": f"{one.samples:,}" if one.samples else _NOTHING,
         "speed": f"{one.rate:,.0f} {one.unit}/s",
-        "speed-up": _NOTHING if one.speedup is None else f"{one.speedup:.2f}{' (estimate)' if one.is_estimate else ''}",
+        "busy workers": f"{one.busy_workers:.2f}",
+        "speed-up": _NOTHING if one.speedup is None else f"{one.speedup:.2f}",
         "sync share": f"{one.sync_share:.1%}",
         "staleness": _NOTHING if one.staleness is None else f"{one.staleness:.1f}",
         "goodput": f"{one.goodput:.0%}",

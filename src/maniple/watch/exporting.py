@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from maniple.launch.whereabouts import find_host
-from maniple.record import Folder, Row, Tail
+from maniple.record import Folder, Row, Tails
 from maniple.record.events import parse_events
+from maniple.record.rows import MAX_ROW_BYTES
 from maniple.story.curves import ABOUT, BROKEN
 from maniple.story.rows import needed
 from maniple.watch.exports import CENTER, Export, Instant
@@ -24,7 +24,7 @@ class Exporting:
     def __init__(self, run: Path, export: Export) -> None:
         self._folder = Folder(run)
         self._export = export
-        self._tails: dict[Path, Tail] = {}
+        self._tails = Tails(self._folder.path / "events")
         self._samples: dict[str, int] = {}
         self._since: float | None = None
         self.rows = 0
@@ -37,12 +37,9 @@ class Exporting:
     def go_on(self) -> bool:
         """Give over what is new; False if there was nothing."""
         before = self.rows
-        for path in sorted((self._folder.path / "events").glob("*.jsonl")):
-            tail = self._tails.setdefault(path, Tail(path))
-            who = path.stem.removeprefix("worker-")
-            for lines in tail.pieces():
-                for row in parse_events(needed(lines)):
-                    self._take(who, row)
+        for who, lines in self._tails.pieces():
+            for row in parse_events(needed(lines)):
+                self._take(who.removeprefix("worker-"), row)
         return self.rows > before
 
     def follow(self, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -67,9 +64,9 @@ class Exporting:
         self.rows += 1
         kind = row["event"]
         if kind == "progress":
-            self._samples[who] = row.get("samples", 0)
+            self._samples[who] = _whole(row.get("samples")) or 0
             self._give(who, row, {f"progress/{name}": value for name, value in numbers(row).items()})
-        elif kind == "validated" or "center" in row:
+        elif kind == "validated" or row.get("center"):
             self._give(CENTER, row, numbers(row), of=who)
         elif kind == "log":
             self._give(who, row, numbers(row))
@@ -83,7 +80,7 @@ class Exporting:
             self._since = began(self._folder) or row["timestamp"]
         elapsed = row["timestamp"] - self._since
         samples = self._samples.get(of or who)
-        self._export.values(Instant(who, row["timestamp"], elapsed, row.get("step"), samples), values)
+        self._export.values(Instant(who, row["timestamp"], elapsed, _whole(row.get("step")), samples), values)
 
 
 def numbers(row: Row) -> dict[str, float]:
@@ -98,13 +95,15 @@ def numbers(row: Row) -> dict[str, float]:
     return found
 
 
+def _whole(value: Any) -> int | None:
+    """A count that other programs can store; None for what a script has logged under that name."""
+    return value if type(value) is int and abs(value) < 1 << 63 else None
+
+
 def began(folder: Folder) -> float | None:
     """When the first worker started: the earliest of their first rows."""
     firsts: list[float] = []
     for rank in folder.ranks():
         with folder.events(rank).open("rb") as file:
-            try:
-                firsts.append(float(msgspec.json.decode(file.readline(), type=Row)["timestamp"]))
-            except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-                continue
+            firsts += [row["timestamp"] for row in parse_events([file.readline(MAX_ROW_BYTES)])]
     return min(firsts, default=None)

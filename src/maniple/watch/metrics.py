@@ -24,7 +24,7 @@ _TOTALS = {
     "live": "Workers that train.",
     "samples": "Samples of all workers.",
     "samples_per_s": "Samples per second of all workers, now.",
-    "speedup": "How many times as fast as one worker alone.",
+    "busy_workers": "How many workers are busy computing, in the mean.",
     "goodput": "The part of all workers' time spent for training itself.",
     "sync_share": "The part of it spent in exchanges.",
     "version": "How many exchanges or rounds have changed the center.",

@@ -13,6 +13,7 @@ from maniple.center.link import Door, Link, checked
 from maniple.errors import BadFrame, ManipleError
 from maniple.place import Place
 from maniple.record import Folder
+from maniple.record.events import writer
 from maniple.record.folder import write_whole
 from maniple.wire.stream import Stalled, Stream
 from maniple.wire.watching import NAME, PIECE_BYTES, Files, Found, Piece, Read
@@ -115,10 +116,12 @@ class Mirror:
             if self._there(name) > size:  # that cannot be its beginning
                 (self.folder / name).unlink()
         while waiting := [(name, size) for name, size in waiting if self._there(name) < size]:
-            for first in range(0, len(waiting), _UNDER_WAY):
+            # Of each writer the oldest file: none may be followed before it is whole.
+            oldest = list({writer(name): (name, size) for name, size in reversed(waiting)}.values())
+            for first in range(0, len(oldest), _UNDER_WAY):
                 if time.monotonic() > deadline:
                     return False
-                self._append(stream, waiting[first : first + _UNDER_WAY], deadline)
+                self._append(stream, oldest[first : first + _UNDER_WAY], deadline)
         return True
 
     def _append(self, stream: Stream, rows: list[tuple[str, int]], deadline: float) -> None:

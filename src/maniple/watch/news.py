@@ -99,7 +99,8 @@ class News:
 
 def packed(values: np.ndarray) -> str:
     """Numbers for the wire."""
-    return b64encode(np.ascontiguousarray(values, np.float32).tobytes()).decode()
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite there
+        return b64encode(np.ascontiguousarray(values, np.float32).tobytes()).decode()
 
 
 def _small(story: Story) -> dict[str, Any]:
@@ -124,6 +125,7 @@ def _small(story: Story) -> dict[str, Any]:
 COLUMNS = (
     "state", "lives", "node", "step", "samples", "steps_per_s", "samples_per_s", "loss", "sync_share", "staleness",
     "cores", "memory_bytes", "bytes_per_s", "exchanges", "rounds", "bytes", "rule", "pace",
+    "measures_data", "waiting",
 )  # fmt: skip
 
 

@@ -41,16 +41,18 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a speed-up of 1 is: the run `name`, with so many workers."""
+    """What others are compared with: the run `name`, with so many workers. Only with one it is called a speed-up."""
 
     name: str
     workers: int
     rate: float
 
     @property
-    def words(self) -> str:
-        """What to say of it: whether it is one worker."""
-        return "one worker" if self.workers == 1 else f"{self.workers} workers, as no run with one was given"
+    def title(self) -> str:
+        """What a chart of times as fast is called."""
+        if self.workers == 1:
+            return "speed-up over one worker"
+        return f"speed over that of {self.workers} workers, as no run with one was given"
 
 
 def lines(runs: list[Run], value: str, *, against: str = "time", window: int = WINDOW) -> list[Line]:
@@ -81,14 +83,14 @@ def _lines(i: int, run: Run, value: str, window: int, stretches: int) -> Iterato
 def axis(run: Run, moments: np.ndarray, against: str, *, unit_s: float = 1.0) -> np.ndarray:
     """Where `moments` lie on the axis `against`; if that is time, in units of so many seconds."""
     if against == "time":
-        return (moments - run.story.since) / unit_s
+        return run.story.ran(moments) / unit_s
     samples = samples_at(moments, run.story.seen.values())
     return samples if against == "samples" else samples / max(1, run.story.epoch_size)
 
 
 def time_unit(runs: list[Run]) -> tuple[float, str]:
     """The seconds of the unit that fits the longest of `runs`, and its name."""
-    longest = max((run.story.until - run.story.since for run in runs), default=0.0)
+    longest = max((run.story.totals().elapsed_s for run in runs), default=0.0)
     return next((seconds, name) for least, seconds, name in _UNITS if longest >= least)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from maniple.record.times import PARTS
+from maniple.record.times import PARTS, UNMEASURED
 from maniple.watch import overlay, palette
 from maniple.watch.canvas import new_figure, save, stack
 from maniple.watch.course import WINDOW
@@ -78,7 +78,9 @@ def _draw_times(axes: Any, runs: list[Run]) -> None:
     places = range(len(runs))
     percent = [{part: 100 * share for part, share in overlay.shares(run).items()} for run in runs]
     stack(axes, places, percent, width=0.7, lying=True)
-    axes.set_yticks(places, [_plain(shortened(run.name, 28)) for run in runs], fontsize="small")
+    notes = ["" if run.overall.measures_data else f"\n({UNMEASURED})" for run in runs]
+    names = [_plain(shortened(run.name, 28)) + note for run, note in zip(runs, notes, strict=True)]
+    axes.set_yticks(places, names, fontsize="small")
     for tick, place in zip(axes.get_yticklabels(), places, strict=True):
         tick.set_color(palette.colour(place))
     axes.set(xlim=(0, 100), ylim=(len(runs) - 0.5, -0.5))
@@ -94,6 +96,6 @@ def _draw_speedups(axes: Any, speedups: list[overlay.Speedup], base: overlay.Bas
         axes.plot(one.workers, one.times, marker="o", color=palette.colour(i), label=_plain(one.rule or "runs"))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="workers", ylabel="times as fast", ylim=(0, None))
-    axes.set_title(f"speed-up over {base.words if base else ''}", fontsize="small")
+    axes.set_title(base.title if base else "", fontsize="small")
     axes.grid(alpha=0.25)
     axes.legend(fontsize="small", loc="upper left")

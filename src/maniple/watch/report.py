@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from maniple.errors import InvalidArgument
-from maniple.record.times import PARTS
+from maniple.record.times import PARTS, UNMEASURED, WORDS
 from maniple.watch import overlay, palette
 from maniple.watch.canvas import write_text
 from maniple.watch.compare import cells, differences, summarize
@@ -44,12 +44,21 @@ def contents(runs: list[Run], value: str, *, window: int = WINDOW) -> dict[str, 
     return {
         "value": value,
         "axes": {against: overlay.axis_words(against, unit) for against in known},
-        "runs": [{"name": run.name, "label": label(run), "colour": palette.colour(i)} for i, run in enumerate(runs)],
+        "runs": [
+            {
+                "name": run.name,
+                "label": label(run),
+                "colour": palette.colour(i),
+                "note": "" if run.overall.measures_data else UNMEASURED,
+            }
+            for i, run in enumerate(runs)
+        ],
         "lines": _lines(runs, value, known, window),
         "shares": {part: [100 * overlay.shares(run)[part] for run in runs] for part in PARTS},
         "parts": palette.PARTS,
+        "words": WORDS,
         "speedups": overlay.speedups(runs),
-        "baseline": base.words if base else "",
+        "baseline": base.title if base else "",
         "cycle": palette.CYCLE,
         "table": [cells(one, value, None) for one in summarize(runs, value, window=window)],
         "differences": differences(runs),

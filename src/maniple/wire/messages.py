@@ -221,12 +221,14 @@ class Beat(Said, frozen=True, tag=42):
 
 class Beaten(Said, frozen=True, tag=43):
     """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop.
-    Somebody has changed the settings in `changes`, as JSON."""
+    Somebody has changed the settings in `changes`, as JSON. `is_full`: your rows could not be written; keep them, and
+    send them again later with the same number."""
 
     live: int
     within_s: float = 1.0
     stop: str = ""
     changes: str = ""
+    is_full: bool = False
 
 
 class Request(Said, frozen=True, tag=44):

@@ -28,8 +28,9 @@ class Posted(msgspec.Struct):
     def read(cls, path: Path) -> "Posted | None":
         """What stands in the file; None if it cannot be read, or something else stands there."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError):
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                return msgspec.json.decode(file.read(), type=cls)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
     @property

@@ -5,7 +5,6 @@ the center lies in its memory too; then it ends, and the launcher ends the job.
 """
 
 import math
-import sys
 import time
 import warnings
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from maniple.changes import Changes
 from maniple.circle.mpi import meet, note_failure
 from maniple.contracts import Center
 from maniple.decisions import Decisions
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 from maniple.place import Place
 from maniple.record import Events, Folder
 from maniple.rules import Rule, warm_up
@@ -58,11 +57,8 @@ class Among:
     def _begin_run(self, place: Place) -> Any:
         self._keeper = Keeper(self._job, place)
         path = self._keeper.folder.path
-        print(
-            f"maniple: {place.launcher} has started {place.world} workers, who hold the center in MPI windows; "
-            f"run folder {path}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"{place.launcher} has started {place.world} workers, who hold the center in MPI windows; run folder {path}"
         )
         return path
 

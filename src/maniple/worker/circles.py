@@ -1,12 +1,12 @@
 """The circles of one worker: one for its own calls, one for each replica whose rule meets there."""
 
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from maniple.circle.choice import choose_circle, open_circle
 from maniple.contracts import Circle
+from maniple.errors import say
 from maniple.place import Place
 from maniple.record import Events
 from maniple.worker.seat import Seat
@@ -38,7 +38,11 @@ class Circles:
             self._is_told = True
             self._tell(engine)
         circle = self._opened[name] = self._make(engine, name)
+        circle.report_long_waits(self._report_wait)
         return circle
+
+    def _report_wait(self, whom: Sequence[int], waited_s: float, is_over: bool) -> None:
+        self._events.write("waited" if is_over else "waiting", **{"for": list(whom), "seconds": waited_s})
 
     def close(self) -> None:
         """Leave all circles."""
@@ -61,6 +65,7 @@ class Circles:
             deadline_s=place.circle_deadline_s,
             is_boundary=is_ours,
         )
+        circle.reserve(1)  # at least for numbers, however full the memory is when they are first sent around
         circle.roster.on_wait = functools.partial(self._wait_in, circle) if is_ours else self._on_wait
         if not is_ours:  # who waits in the other one for this worker must be seen, also before its first call there
             calls = self.calls
@@ -81,4 +86,4 @@ class Circles:
         self._events.write("circle", engine=engine, world=self._place.world)
         if self._place.rank == 0 and self._place.world > 1:
             why = f" ({self._place.launcher})" if self._place.launcher else ""
-            print(f"maniple: {self._place.world} workers meet in the circle {engine}{why}", file=sys.stderr, flush=True)
+            say(f"{self._place.world} workers meet in the circle {engine}{why}")

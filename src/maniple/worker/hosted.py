@@ -18,8 +18,9 @@ from typing import IO
 
 import msgspec
 
+from maniple.center.locks import Patience
 from maniple.center.segment import is_guarded
-from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed
+from maniple.errors import HostAway, InvalidArgument, ManipleError, WaitedTooLong, WorkerFailed, say
 from maniple.place import JOIN_DEADLINE_S, Place, settle
 from maniple.place.launch import Launch, as_guest, find_launch, is_elastic
 from maniple.record import Folder
@@ -30,6 +31,7 @@ from maniple.worker.control import Control
 
 _SAVING_S = 600.0  # for a host that was told to end: a large center takes its time to be written
 _LAST_LINES = 20
+_LONGEST_LOOK_S = 1.0
 _PART_S = 1.0  # of the time to join, after which one looks whether the host is alive
 
 
@@ -49,12 +51,12 @@ def left_of_many(place: Place) -> Place:
 def joined(control: Control, place: Place) -> Joined:
     """What the host tells a guest of its machine that joins. WorkerFailed if it has ended meanwhile."""
     assert place.run is not None and place.segment is not None
-    deadline = time.monotonic() + JOIN_DEADLINE_S
+    patience = Patience(JOIN_DEADLINE_S, slice_s=10 * _PART_S)
     while True:
         try:
             return control.join(_PART_S)
         except HostAway as error:
-            if is_guarded(place.segment) and time.monotonic() < deadline:
+            if is_guarded(place.segment) and not patience.is_over():
                 continue
             raise WorkerFailed(f"the host of {place.run} cannot be used: {error}. {_last_words(place.run)}") from None
 
@@ -89,11 +91,9 @@ def _host_here(place: Place, launch: Launch) -> Path:
     if folder is None or (is_again and not runs.answers(folder)):
         folder = _start(place, launch)
     again = f" (restart {place.restarts})" if place.restarts else ""
-    print(
-        f"maniple: {place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
-        f"{os.path.relpath(folder)}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{place.launcher} has started {place.world} workers{again}; worker 0 hosts them, run folder "
+        f"{os.path.relpath(folder)}"
     )
     return folder
 
@@ -124,10 +124,10 @@ _started: list["subprocess.Popen[bytes]"] = []  # who is not asked about any mor
 
 
 def _await_start(process: "subprocess.Popen[bytes]", launch: Launch, said: IO[bytes]) -> None:
-    deadline = time.monotonic() + JOIN_DEADLINE_S
+    patience = Patience(JOIN_DEADLINE_S)
     while runs.living(launch, is_here=True) is None:
         exit_code = process.poll()
-        if exit_code is None and time.monotonic() < deadline:
+        if exit_code is None and not patience.is_over():
             time.sleep(runs.LOOK_S)
             continue
         how = (
@@ -174,10 +174,10 @@ def _words(place: Place, launch: Launch) -> list[str]:
 
 
 def _await_host(place: Place, launch: Launch) -> Path:
-    deadline, pause_s = time.monotonic() + place.host_deadline_s, runs.LOOK_S
+    patience, pause_s = Patience(place.host_deadline_s, slice_s=2 * _LONGEST_LOOK_S), runs.LOOK_S
     while (folder := runs.living(launch)) is None:
         _mind_end(place, launch)
-        if time.monotonic() > deadline:
+        if patience.is_over():
             where = launch.resume or launch.runs / launch.name
             raise WaitedTooLong(
                 f"worker {place.rank} of {place.world} has waited {place.host_deadline_s:g} s for the host that worker "
@@ -187,7 +187,7 @@ def _await_host(place: Place, launch: Launch) -> Path:
                 "raise MANIPLE_HOST_DEADLINE; rules of the circle need no host: MANIPLE_CENTER=none."
             )
         time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, 1.0)  # many may look at one file system
+        pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)  # many may look at one file system
     return folder
 
 

@@ -13,15 +13,17 @@ from maniple.adapters import Adapter
 from maniple.center.tensors import write_tensors
 from maniple.contracts import Array, Center, Moment, Outcome
 from maniple.errors import HostAway, InvalidArgument
+from maniple.feed.waits import lost_s
 from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.owner import Owner
-from maniple.worker.progress import Progress
+from maniple.worker.progress import Acts, Between, Progress
 from maniple.worker.refusals import Refusals
 
 _LEAN_BYTES = 32 << 20  # of the center that a look at it keeps resident
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many workers there are
 _HURRIED_S = 20.0  # for so long the last exchange of a worker that was told to end waits for a host that is away
 
 
@@ -31,13 +33,17 @@ class Replica:
     Attributes:
         pace: when an exchange is due.
         is_center: the model shows the shared parameters, inside of `with replica.center():`.
+        members: the ranks of all in the last round, as each of them knows them; None before the first.
         rounds, waited_s: the rounds in which all workers met, and the time spent waiting for them.
         samples: set it to a step's batch size before `optimizer.step()` for exact sample counts.
         steps, total_samples: the steps made and the samples seen so far.
+        between: the time between a step and the next forward pass.
     """
 
     rounds: int = 0
     waited_s: float = 0.0
+    members: tuple[int, ...] | None = None
+    continues: bool = False  # its optimizer has the state that was saved before the run was resumed
 
     def __init__(
         self, model: Adapter, center: Center | None, *, rule: Rule, pace: Pace, events: Events, worker: Owner
@@ -56,14 +62,22 @@ class Replica:
         self._refusals = Refusals()
         self._spent_s = 0.0
         self.is_center = self._is_away = False
-        self._progress = Progress(events)
+        self._progress, self._acts = Progress(events), Acts(events)
         self._start = self._stepped = self._progress.start
-        self._unhook = model.on_step(self.step)
+        self.between = Between(lambda: lost_s() + self._spent_s)
+        self._unhooks = [model.on_step(self.step), model.on_forward(self.between.forward)]
+        if center is not None:  # else this worker is alone, and may do as it likes
+            self._unhooks.append(model.refuse_wrapping())
 
     @property
     def rule(self) -> Rule:
         """What an exchange does; its settings may be changed while running."""
         return self._rule
+
+    @property
+    def is_keeper(self) -> bool:
+        """This worker saves the state of the optimizer: its own, or the one that all workers have."""
+        return True
 
     def begin(self) -> None:
         """Take the center's values; the creator too: rules with a memory begin from them."""
@@ -73,6 +87,7 @@ class Replica:
         """Count one step, and exchange if the pace says so. The optimizer's hook calls it after each step."""
         self._count_step()
         if self._center is None:
+            self.between.stepped()
             return
         if self.pace.due(self._since_exchange, time.perf_counter() - self._start):
             self.exchange()
@@ -105,7 +120,9 @@ class Replica:
                 "exchange", self._center.exchange, self._model, self._rule, self._memory, moment
             )
         except HostAway as error:
-            self._spent_s += time.perf_counter() - begin
+            cost_s = time.perf_counter() - begin
+            self._spent_s += cost_s
+            self.pace.failed(cost_s, self._worker.rank * _GOLDEN % 1)
             self._mind_absence(error)
             return
         self._is_away = False
@@ -121,6 +138,13 @@ class Replica:
         """Let the center have what this worker has learned, for instance before it is saved."""
         if self._since_exchange:
             self.exchange()
+
+    def publish_validated(self) -> bool:
+        """Before the controller hears of a validation: set the center to what was validated, if that is this replica.
+
+        With a rule of the center it is not: the center itself was looked at, and goes on changing.
+        """
+        return False
 
     def pull(self) -> None:
         """Set the replica to the center."""
@@ -183,7 +207,8 @@ class Replica:
 
     def finish(self, *, exchange: bool) -> None:
         """Make the last exchange, if steps were made since the one before, and let the center go."""
-        self._unhook()
+        for unhook in self._unhooks:
+            unhook()
         if self._center is None:
             return
         if exchange and self._since_exchange and not self.is_center:
@@ -193,6 +218,7 @@ class Replica:
                 time.sleep(0.1)
                 self.exchange()
             self._stepped = time.perf_counter()
+        self._acts.finish()
         self._progress.tell(
             self, max(self._stepped, self._progress.told)
         )  # what came after the last step is no training
@@ -219,7 +245,9 @@ class Replica:
 
     def _end_step(self) -> None:
         self._stepped = time.perf_counter()
+        self.between.stepped()
         self._progress.stepped(self, self._stepped)
+        self._worker.end_step(self)
 
     @contextmanager
     def _insisting(self) -> Generator[None]:
@@ -258,7 +286,7 @@ class Replica:
             row["refused"] = outcome.refused
         if outcome.torn:
             row["torn"] = outcome.torn
-        self._events.write(
+        self._acts.write(
             event,
             step=self.steps,
             start=start,

@@ -1,7 +1,7 @@
 """The rounds of one replica: its part in a circle, from entering it to its end."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -9,16 +9,20 @@ from maniple.adapters import Adapter
 from maniple.circle.absence import PassedOver
 from maniple.circle.shared import Shared
 from maniple.contracts import Array, Circle, Resident, Round
+from maniple.layout import Layout
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.worker.digests import compare, digests
 from maniple.worker.parcel import take_parcel, write_parcel
+from maniple.worker.refusals import Contributions
 
 
 class Holder(Protocol):
     """What the rounds ask of their replica."""
 
     def memory_of(self, i: int) -> Array | None: ...
+    def position(self) -> Any: ...
+    def continue_at(self, position: Any, rounds: int) -> None: ...
     def pull_center(self) -> None:
         """Take the center's values."""
         ...
@@ -30,7 +34,8 @@ class Rounds:
     Attributes:
         count: the rounds so far; the same for all who are in the circle.
         waited_s: the time spent waiting for the other workers.
-        last: what the last one did.
+        last: what the last one did; nobody is in it before the first of this process.
+        contributions: whether those of all workers are finite.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Rounds:
         model: Adapter,
         resident: Resident,
         *,
+        layout: Layout,
         rule: Rule,
         holder: Holder,
         events: Events,
@@ -46,11 +52,21 @@ class Rounds:
         self.circle = circle
         self.count = 0
         self.waited_s = 0.0
-        self.last = Round((circle.rank,))
+        self.last = Round(())
         self._elastic = circle if isinstance(circle, Shared) else None
         self._model, self._rule, self._holder, self._events = model, rule, holder, events
         self._resident, self.flat = resident, resident.flat
+        self.contributions = Contributions(rule, layout, rank=circle.rank, events=events)
+        count, is_local = model.parameter_count, rule.norm == "local"
+        every = [i for i in range(len(model.entries)) if i < count or (model.is_buffer(i) and not is_local)]
+        # Parameters are the same for all until the next step. Buffers change with each forward pass, so those that were
+        # averaged with gradients are looked at after the round, as are values.
+        self._late = list(range(count)) if rule.meets == "gradients" else []
+        self._early = model.averaged_buffers(rule.norm) if rule.meets == "gradients" else every
         self._digests: Array | None = None  # of what was the same for all after the last exchange
+        if self._elastic is not None and rule.check_every:
+            # Now, while there is room: what is shared later needs memory that something else may have taken by then.
+            self._elastic.reserve(8 * (1 + len(self._late) + len(self._early)))
 
     @property
     def is_elastic(self) -> bool:
@@ -88,6 +104,10 @@ class Rounds:
         if every and self.count and self.count % every == 0:
             self._compare(is_shadow)
 
+    def told_weight(self, weight: float) -> float:
+        """The weight with which to come to the next round: it also tells if the vectors are not finite."""
+        return self.contributions.told_weight(weight, self.flat)
+
     def meet(self, weight: float, before: Callable[[], None] = lambda: None) -> None:
         """One round; if the others have gone on without this worker, with their state and without its own values.
 
@@ -123,7 +143,7 @@ class Rounds:
         """The replica has what the round gave it: remember it, if it is to be compared."""
         every = self._rule.check_every
         if every and self.count % every == 0:
-            self._digests = self._digest()
+            self._digests = self._digest(self._early) if self.last.weight else None
 
     def total(self, x: Array) -> None:
         """Sum `x` over all workers in place, inside of a step."""
@@ -150,27 +170,33 @@ class Rounds:
             except (PassedOver, FileNotFoundError):  # the parcel was for another
                 continue
 
-    def _digest(self) -> Array:
+    def _digest(self, which: Sequence[int]) -> Array:
         self._model.begin()
-        count = self._model.parameter_count  # buffers may be each worker's own
-        return digests(self._rule.shared(self._model.array(i), self._holder.memory_of(i)) for i in range(count))
+        return digests(self._rule.shared(self._model.array(i), self._holder.memory_of(i)) for i in which)
 
     def _compare(self, is_shadow: bool) -> None:
         """Raise Desynced unless all replicas are the same, but those whose training has come to its end."""
-        mine = self._digest() if self._rule.meets == "gradients" else self._digests
-        told = np.zeros(0, np.int64) if mine is None or is_shadow else mine
+        nothing = np.zeros(0, np.int64)
+        mine = np.concatenate([self._digest(self._late), nothing if self._digests is None else self._digests])
+        told = nothing if is_shadow else mine
         try:
             found = self.circle.all_gather(np.concatenate([[self.circle.rank], told]))
         except PassedOver:
             return  # the round finds it too, and takes the others' state
-        compare({int(one[0]): one[1:] for one in found}, self._model.entries, self.count)
+        entries = [self._model.entries[i] for i in (*self._late, *self._early)]
+        compare({int(one[0]): one[1:] for one in found}, entries, self.count)
 
     def _write_parcel(self, meeting: int) -> None:
         assert self._elastic is not None
         count = len(self._model.entries)
         memory = [value for i in range(count) if (value := self._holder.memory_of(i)) is not None]
         extra = {} if self._digests is None else {"digests": self._digests}
-        if write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, {"rounds": self.count}):
+        plain = {
+            "rounds": self.count,
+            "nonfinite": sorted(self.contributions.in_a_row.items()),
+            "position": self._holder.position(),
+        }
+        if write_parcel(self._elastic.parcel(meeting), self._model, memory, extra, plain):
             self._events.write("greeted", meeting=meeting)
 
     def _take_parcel(self) -> None:
@@ -182,4 +208,6 @@ class Rounds:
             return
         extra, plain = take_parcel(path, self._model, self._holder.memory_of)
         self.count, self._digests = plain["rounds"], extra.get("digests")
+        self._holder.continue_at(plain["position"], self.count)
+        self.contributions.in_a_row = dict(plain["nonfinite"])
         self._events.write("entered", rounds=self.count)

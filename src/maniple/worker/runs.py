@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from maniple.center.segment import is_guarded
+from maniple.center.segment import is_guarded, is_own
 from maniple.place import JOIN_DEADLINE_S, Place
 from maniple.place.launch import Launch, is_elastic
 from maniple.record import Folder
@@ -75,7 +75,8 @@ def begun(launch: Launch) -> Path | None:
 def has_center(folder: Path) -> bool:
     """A run can go on: there is a snapshot, or its memory is still there."""
     host = Posted.read(folder / FILE)
-    is_in_memory = host is not None and host.is_here and Path(host.segment, "members").exists()
+    memory = Path(host.segment) if host is not None and host.is_here else None
+    is_in_memory = memory is not None and is_own(memory) and (memory / "members").exists()
     return is_in_memory or any(folder.glob("center/snapshot-*"))
 
 

@@ -1,15 +1,33 @@
 """The samples of one worker: all its samplers, what they have handed out, and when that is done."""
 
 import sys
+import time
+import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
 
 from maniple.errors import InvalidArgument
 from maniple.place import Place
 from maniple.sampler import Order, Sampler, Shard, Terms, chunk_for
+from maniple.sampler.position import Position, of_worker, read
 from maniple.worker.seat import Seat
 
 Kind = TypeVar("Kind", bound=Order)
+
+_NOTE_EVERY_S = 0.2  # a position of a worker's own, which costs a small file
+
+
+class Traveller(Protocol):
+    """What is told of a replica with a position."""
+
+    steps: int
+
+    @property
+    def rounds(self) -> int: ...
 
 
 class Samples:
@@ -18,6 +36,19 @@ class Samples:
     def __init__(self) -> None:
         self._samplers: list[Order] = []
         self._trained: list[Order] = []  # those whose samples are trained on
+        self._segment: Path | None = None
+        self._rank, self._world = 0, 1
+        self._begin = Position(0, 1, False, 0, 0)  # where this worker continues
+        self._noted = 0.0
+        self._loops = 0  # the epochs of all loops over `worker.epochs` that were begun
+        self._is_told = False
+
+    def settle_in(self, seat: Seat | None, place: Place) -> None:
+        """This worker has joined: it continues where the center is, if the run or the worker was started before."""
+        self._rank, self._world = place.rank, place.world
+        if seat is not None and seat.segment is not None:
+            self._segment = seat.segment.path
+            self._begin = of_worker(read(self._segment), place.rank) or self._begin
 
     def sampler(
         self,
@@ -42,11 +73,14 @@ class Samples:
             "shuffle": shuffle,
             "max_epochs": 0 if self._trained or validation else place.limits.max_epochs,
             "should_stop": should_stop,
+            "on_empty": self._tell_of_empty,
         }
         is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
         if static or seat is None or place.deterministic:
-            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, **settings)
+            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, is_whole=validation, **settings)
+            if not validation:
+                self._continue(number, sampler, count)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
             settings |= {"is_shared": is_trained, "on_wait": on_wait}
@@ -83,6 +117,78 @@ class Samples:
         """The center has all that was learned so far."""
         for sampler in self._trained:
             sampler.settled()
+
+    def begin_loop(self, epochs: int) -> int:
+        """A loop over so many epochs begins; gives the first that has samples left, to which all samplers move on."""
+        first = self._trained[0].first_epoch if self._trained else 0
+        for sampler in self._samplers:
+            sampler.epoch = sampler.epoch or max(first, sampler.first_epoch)
+        before, self._loops = self._loops, self._loops + epochs
+        return max(0, first - before)
+
+    def passed(self) -> None:
+        """The loop has come to the end of an epoch, and has trained on all samples that it was given."""
+        for sampler in self._trained:
+            sampler.passed()
+
+    def note(self, replica: Traveller, *, is_common: bool, is_last: bool = False) -> None:
+        """The center has all that was learned so far: write down where who continues from it finds the next samples.
+
+        With `is_common`, all workers are as far, since they make their steps together.
+        """
+        now = time.monotonic()
+        is_due = is_common or is_last or now - self._noted >= _NOTE_EVERY_S
+        if self._segment is None or not is_due or not (is_common or self._shards()):
+            return
+        self._noted = now
+        with suppress(OSError):  # no room in memory: the last one stays, and more is repeated
+            self._position(replica, is_common=is_common).write(self._segment)
+
+    def position(self, replica: Traveller) -> Any:
+        """Where all workers are, for one that comes to them."""
+        return msgspec.to_builtins(self._position(replica, is_common=True), str_keys=True)
+
+    def continue_at(self, told: Any, rounds: int) -> None:
+        """Begin where the others are, who have made so many rounds; samplers that are in use stay as they are."""
+        position = msgspec.convert(told, Position, strict=False)
+        self._begin = msgspec.structs.replace(position, rounds=position.rounds - rounds)
+        for number, sampler in self._shards().items():
+            self._continue(number, sampler, sampler.count)
+
+    def _position(self, replica: Traveller, *, is_common: bool) -> Position:
+        done = {number: (*shard.position, shard.count) for number, shard in self._shards().items()}
+        steps, rounds = self._begin.steps + replica.steps, self._begin.rounds + replica.rounds
+        return Position(self._rank, self._world, is_common, steps, replica.steps, rounds, done)
+
+    def _shards(self) -> dict[int, Shard]:
+        """The fixed shares that are trained on, by their numbers."""
+        return {
+            number: sampler
+            for number, sampler in enumerate(self._samplers)
+            if isinstance(sampler, Shard) and sampler in self._trained
+        }
+
+    def _continue(self, number: int, shard: Shard, count: int) -> None:
+        epoch, place, before = self._begin.samplers.get(number, (0, 0, count))
+        if before != count:
+            warnings.warn(
+                f"sampler {number} has {count:,} samples, and had {before:,} before the run was resumed: epoch {epoch} "
+                "begins again, as its order is another one now",
+                stacklevel=5,
+            )
+            place = 0
+        shard.begin_at(epoch, place)
+
+    def _tell_of_empty(self, first: int) -> None:
+        if self._rank == 0 and not self._is_told:
+            self._is_told = True
+            over = "epoch 0 is" if first == 1 else f"epochs 0 to {first - 1} are"
+            print(
+                f"maniple: {over} over, so these passes are empty. Write `for epoch in worker.epochs(n):` to leave "
+                "them out, with what the loop does after each pass (validation, checkpoints)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def finish(self, *, is_early: bool) -> None:
         """No sample will be taken any more; `is_early`: perhaps not all that were taken are trained on."""

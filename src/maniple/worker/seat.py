@@ -3,7 +3,6 @@ reaches it over the network; `among.Among` has no host, but other workers of one
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -136,6 +135,12 @@ class Near:
         self._segment = self.segment = Segment(place.segment)
         if self._segment.state(place.rank) == LEFT:  # this process has joined, left, and joins again
             self._segment.renew(place.rank)
+        elif self._segment.state(place.rank) == LIVE and not place.is_guest:  # the launcher has started it once
+            raise InvalidArgument(
+                f"process {os.getpid()} cannot join as worker {place.rank}: another process with the same variables "
+                "has joined already, and has not left. Of all processes that one script of `maniple run` starts, let "
+                "only one call maniple.join(), or start more workers (-n)."
+            )
         self.events = Events(Folder(place.run).events(place.rank) if place.run else None, worker=place.rank)
         self._tables: list[Table] = []
         door = Door.of(place)
@@ -185,11 +190,11 @@ class Near:
 
         One that was silent for a while, on a busy machine say, counts as dead and yet returns.
         """
-        patience, seen = Patience(self.place.circle_deadline_s), time.monotonic()
+        patience, seen_s = Patience(self.place.circle_deadline_s), 0.0
         while not (self._segment.path / name).exists() and not self.is_over:
             state = self._segment.state(0)
-            seen = time.monotonic() if state in {NEVER, LIVE} else seen
-            if state == LEFT or time.monotonic() - seen > _RETURN_S:
+            seen_s = patience.waited_s if state in {NEVER, LIVE} else seen_s
+            if state == LEFT or patience.waited_s - seen_s > _RETURN_S:
                 self._do_without_first(name)
                 return
             patience.wait(f"worker 0 to make {name}")
@@ -234,4 +239,4 @@ class _Local:
 
     def __init__(self, table: Table, holder: Holder) -> None:
         self.take: Callable[..., Lease | Verdict] = functools.partial(table.take, holder)
-        self.terms = table.terms
+        self.terms, self.first_epoch = table.terms, table.first_epoch

@@ -1,7 +1,8 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
-from collections.abc import Sequence, Sized
+import warnings
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from maniple.errors import InvalidArgument
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import described
 from maniple.pace import Pace
-from maniple.place import Place, find
+from maniple.place import Place, find, mark_joined, refuse_inherited
 from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
@@ -25,6 +26,7 @@ from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
 from maniple.worker.logged import logged
+from maniple.worker.optimizers import Optimizers
 from maniple.worker.repeatable import check_rule, seed_all
 from maniple.worker.replica import Replica
 from maniple.worker.samples import Samples
@@ -37,11 +39,15 @@ _joined: "Worker | None" = None
 def join(address: str | None = None) -> "Worker":
     """Join the run that started this process; alone, a world of one. A second call gives the same worker.
 
+    A process that a worker has started, such as a data loader's, is not part of the run: there it is InvalidArgument.
+
     Args:
         address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
             (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
     """
     global _joined  # noqa: PLW0603 - one process is one worker
+    if address is None:
+        refuse_inherited()
     if _joined is None or _joined.has_left:
         _joined = Worker(find(address=address))
     return _joined
@@ -69,6 +75,9 @@ class Worker(Calls):
         self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
             seed_all(self.seed)
+        self._samples.settle_in(self._seat, place)
+        segment = None if self._seat is None else self._seat.segment
+        self._optimizers = Optimizers(place, None if segment is None else segment.path)
         self.has_left = self._has_failed = False
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
@@ -79,6 +88,7 @@ class Worker(Calls):
         if not place.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=place.restarts)
+            mark_joined(self.rank)
             watch_the_end(at_exit=self._depart, on_error=self._fail, on_signal=self._ending.hear)
 
     @property
@@ -117,6 +127,7 @@ class Worker(Calls):
         buffers: bool = True,
         lock: bool = True,
         stop: StopAfter | None = None,
+        save_optimizer: bool = True,
     ) -> Replica:
         """Share `model` with all other workers.
 
@@ -132,16 +143,23 @@ class Worker(Calls):
             wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
                 "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
-            buffers: share floating-point buffers too, such as batch-norm statistics.
+            buffers: share floating-point buffers too, such as batch-norm statistics. One that holds NaN or infinity,
+                such as a mask, stays each worker's own.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
                 some contributions may be lost.
             stop: when this worker should end by itself.
+            save_optimizer: save the optimizer's state in the run folder with each snapshot and when this worker
+                leaves, and continue with it after `--resume`; learning rates and the like are the script's own.
         """
         rule, pace, wire = settle(self._place, rule, pace, wire)
         check_rule(self._place, rule)
         check_center(self._place, rule)
         self._stop = self._stop if stop is None else stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers)
+        if adapter.local_buffers and not self._place.is_alone:
+            names = ", ".join(map(repr, adapter.local_buffers))
+            self._events.write("local buffers", names=list(adapter.local_buffers))
+            warnings.warn(f"buffers that are not finite are not shared: {names} (a mask of -inf, say)", stacklevel=2)
         center, name = None, f"center-{len(self._replicas)}"
         if self._seat is not None:
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
@@ -149,6 +167,8 @@ class Worker(Calls):
                 "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
             )
         replica = self._replica(adapter, center, rule, pace, wire)
+        if save_optimizer:  # before it begins: those who are there already know more
+            replica.continues = self._optimizers.add(len(self._replicas), adapter, replica)
         replica.begin()
         self._changing.begin(replica)
         self._replicas.append(replica)
@@ -185,7 +205,8 @@ class Worker(Calls):
                 rules of the circle, where all make the same number of steps.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
-            validation: they are looked at and not trained on.
+            validation: they are looked at and not trained on. Each sample once over all workers, also where shares
+                are fixed: those may differ by one then, so make no collective call inside of this loop.
         """
         count = data if isinstance(data, int) else len(data)
         self._events.write("sampler", size=count, validation=validation)
@@ -202,6 +223,21 @@ class Worker(Calls):
             on_wait=self._rest,
         )
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left to train, of `count`: `for epoch in worker.epochs(5):`.
+
+        All from 0 on, as `range(count)` gives; in a run that was resumed, and for a worker that comes late, from the
+        first one of which samples are left on. The loop ends early with `--max-epochs`, and when the worker should
+        stop. Make the samplers before it, and go through each once per epoch.
+        """
+        if count < 0:
+            raise InvalidArgument(f"{count} epochs cannot be made. Give 0 or more.")
+        epoch, end = self._samples.begin_loop(count), min(count, self._place.limits.max_epochs or count)
+        while epoch < end and not self.should_stop:
+            yield epoch
+            self._samples.passed()
+            epoch += 1
+
     def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
         """Ask the controller, and get its answer: anything that JSON knows.
 
@@ -210,6 +246,8 @@ class Worker(Calls):
         """
         if request.startswith("maniple-"):
             raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+        if request == "validated" and True in [replica.publish_validated() for replica in self._replicas]:
+            info["published"] = True  # the center is what was validated: it, and no older one, is kept as the best
         if self._seat is not None:
             return self._seat.ask(request, info, timeout_s=timeout_s)
         return self._alone.ask(request, info)
@@ -235,16 +273,22 @@ class Worker(Calls):
         if self.has_left or os.getpid() != self._pid:
             return
         self.has_left = True
+        mark_joined(None)
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
             if not self._has_failed:
                 self._samples.finish(is_early=self.is_hurried or self._is_told_to_stop())
+                for replica in self._replicas[:1]:
+                    if replica.rule.meets == "center":
+                        self._samples.note(replica, is_common=False, is_last=True)
         finally:
             self._feeds.close()
             self._circles.close()
             if self._seat is not None:
                 self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed)
+        if not self._has_failed:
+            self._optimizers.save()
 
     def _depart(self) -> None:
         """The script has ended."""
@@ -268,13 +312,40 @@ class Worker(Calls):
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
         self._changing.mind(self._replicas)
+        if self._stop is not None:
+            self._stop.stepped()
         if self._replicas and replica is self._replicas[0]:
             self._samples.stepped()
+
+    def end_step(self, replica: Replica) -> None:
+        """A step is over, exchanges and all: if a snapshot is being written, save what the center does not have."""
+        if self._optimizers.is_due():
+            if replica.rule.meets == "gradients" and replica.is_keeper:
+                replica.publish()  # the center, its position in the data and the optimizer are of the same step
+            self._optimizers.save()
 
     def settled(self, replica: Replica) -> None:
         """The center has all that a replica has learned."""
         if self._replicas and replica is self._replicas[0]:
             self._samples.settled()
+            if replica.rule.meets == "center":
+                self._samples.note(replica, is_common=False)
+
+    def kept(self, replica: Replica, workers: int) -> None:
+        """The center was brought up to date after a round of so many workers.
+
+        A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
+        """
+        if self._replicas and replica is self._replicas[0] and workers >= self.world:
+            self._samples.note(replica, is_common=True)
+
+    def position(self, replica: Replica) -> Any:
+        """Where this worker is in the data, for one that comes to the circle."""
+        return self._samples.position(replica)
+
+    def continue_at(self, position: Any, rounds: int) -> None:
+        """Begin with the samples where the others are, who have made so many rounds."""
+        self._samples.continue_at(position, rounds)
 
     def _rest(self) -> None:
         """This worker waits for samples of others, who must not wait for it."""

@@ -5,7 +5,8 @@ import { BAD } from "./store.js";
 import { duration, timeUnit } from "./words.js";
 
 const PARTS = ["compute", "exchange", "data", "others"];
-const NAMES = ["compute", "exchange", "data", "others"];
+const NAMES = ["compute", "exchange", "data and other, between steps", "others"];
+const UNMEASURED = "data not measured"; // so that it is in compute
 const AXIS = 20; // pixels for the times below
 const SEEN = 0.02; // shares from here on are seen in the thinnest lane
 const find = (id) => document.getElementById(id);
@@ -107,6 +108,8 @@ export class Lanes {
   #name() {
     const list = find("lane-names");
     list.style.setProperty("--row", `${this.#height}px`);
+    const known = this.#rows.every((worker) => worker.measures_data || !worker.step), legend = find("lane-data");
+    if (legend.textContent !== (known ? NAMES[2] : UNMEASURED)) legend.textContent = known ? NAMES[2] : UNMEASURED;
     while (list.children.length < this.#rows.length) list.append(document.createElement("li"));
     while (list.children.length > this.#rows.length) list.lastChild.remove();
     this.#rows.forEach(({ rank, state }, row) => {
@@ -130,7 +133,8 @@ export class Lanes {
       if (lane[i] > moment || lane[i + 1] < moment) continue;
       const parts = lane.subarray(i + 2, i + 6), whole = parts.reduce((a, b) => a + b, 0) || 1;
       const told = NAMES.map((name, k) => [name, parts[k] / whole]).filter(([, share]) => share >= 0.0005);
-      tip.textContent = `W${worker.rank}, ${duration(moment)}\n${told.map(([name, share]) => `${name} ${(100 * share).toFixed(1)} %`).join("\n")}`;
+      const lines = told.map(([name, share]) => `${name} ${(100 * share).toFixed(1)} %`);
+      tip.textContent = [`W${worker.rank}, ${duration(moment)}`, ...lines, ...(worker.measures_data ? [] : [UNMEASURED])].join("\n");
       tip.hidden = false;
       tip.style.left = `${Math.min(event.clientX - box.left + this.canvas.offsetLeft + 12, this.canvas.offsetLeft + box.width - tip.offsetWidth)}px`;
       tip.style.top = `${event.clientY - box.top + 16}px`;

@@ -17,7 +17,7 @@ export class Totals {
     const per = totals.samples ? ["samples/s", totals.samples_per_s] : ["steps/s", totals.steps_per_s];
     const epochs = run.epoch_size ? `${(totals.samples / run.epoch_size).toFixed(2)} epochs` : "";
     this.#put("rate", per[0], short(per[1]), "", "of all workers, now");
-    this.#put("speedup", "speed-up", totals.speedup.toFixed(2), "×", "how many times as fast as one worker that waits for nobody");
+    this.#put("busy", "busy workers", totals.busy_workers.toFixed(2), `of ${totals.workers}`, "how many workers compute, in the mean; not how many times as fast they are as one");
     this.#put("goodput", "goodput", percent(totals.goodput), "", "the part of all workers' time spent for training itself");
     this.#put("sync", "sync share", percent(totals.sync_share), "", "the part of it spent in exchanges and waiting for others");
     this.#put("live", "workers", String(totals.live), `of ${totals.workers}`, "that train");
@@ -60,7 +60,7 @@ export class Workers {
     for (const one of workers) {
       const row = this.rows.get(one.rank) ?? this.#add(one.rank);
       const texts = [
-        one.state + (one.lives > 1 ? ` (life ${one.lives})` : ""), count(one.step), short(hasSamples ? one.samples_per_s : one.steps_per_s),
+        (one.waiting || one.state) + (one.lives > 1 ? ` (life ${one.lives})` : ""), count(one.step), short(hasSamples ? one.samples_per_s : one.steps_per_s),
         number(one.loss), percent(one.sync_share), one.staleness === null ? "–" : one.staleness.toFixed(1), one.cores.toFixed(2), bytes(one.memory_bytes),
       ];
       texts.forEach((text, i) => put(row.cells[i + 1], text));

@@ -1,0 +1,69 @@
+"""Positions: how far workers with fixed shares are in the data, kept in the segment beside the center they belong to.
+
+A worker writes its position after the center has what it has learned up to there, and a snapshot reads the positions
+before it copies the center. So a center holds all that was learned before its position, and perhaps a little more:
+who continues there repeats steps, and leaves out no sample. Leases have a table of their own (`table`).
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from maniple.record.folder import write_whole
+
+_FILE = "position-"
+# Beside them, two marks without content: when the last snapshot was begun, for which workers save what the center has
+# not; and that the run was resumed, and may continue with it.
+SAVES, RESUMED = "saves", "resumed"
+
+
+class Position(msgspec.Struct):
+    """How far one worker is, or with `is_common` all of them, who make their steps together."""
+
+    rank: int
+    world: int
+    is_common: bool
+    steps: int  # over all lives of the run
+    own_steps: int  # of this life
+    rounds: int = 0  # of all workers, over all lives of the run
+    samplers: dict[int, tuple[int, int, int]] = {}  # by number: epoch, places of its order that are done, samples
+    saved: float = msgspec.field(default_factory=time.time)
+
+    def write(self, segment: Path) -> None:
+        """Write it down, in place of this worker's last one, whole or not at all."""
+        write_whole(segment / f"{_FILE}{self.rank}", msgspec.json.encode(self))
+
+
+def read(segment: Path) -> list[Position]:
+    """All positions that workers have written."""
+    return [msgspec.json.decode(path.read_bytes(), type=Position) for path in sorted(segment.glob(f"{_FILE}*"))]
+
+
+def common(positions: Sequence[Position]) -> Position | None:
+    """The newest position of workers who make their steps together; None if they do not."""
+    return max((one for one in positions if one.is_common), key=lambda one: one.saved, default=None)
+
+
+def of_worker(positions: Sequence[Position], rank: int) -> Position | None:
+    """Where worker `rank` continues; None if nothing is known."""
+    return common(positions) or next((one for one in positions if one.rank == rank), None)
+
+
+def settle(segment: Path, positions: Sequence[Position], world: int) -> Position | None:
+    """Write the positions from which `world` workers (0: not known) continue; gives the one common to all, or None.
+
+    If workers with positions of their own become more or fewer, all continue where the last of them is.
+    """
+    one = common(positions)
+    if one is None and world and any(position.world != world for position in positions):
+        one = min(positions, key=lambda position: sorted(position.samplers.items()))
+        one = msgspec.structs.replace(one, is_common=True)
+    kept = {f"{_FILE}{position.rank}": position for position in (positions if one is None else [one])}
+    for position in kept.values():
+        position.write(segment)
+    for path in segment.glob(f"{_FILE}*"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+    return one
