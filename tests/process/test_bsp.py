@@ -25,7 +25,7 @@ pytest.importorskip("torch")
 # Several models in one run, each shared with a rule of its own, and trained for a few steps on parts of equal batches.
 LESSONS = """
     import os, sys
-    if os.environ["WORLD_SIZE"] in "34":
+    if os.environ["MANIPLE_WORLD"] in "34":
         sys.modules["numba"] = None  # so many workers begin sooner without it; one and two have it
     import numpy as np
     import torch

@@ -60,12 +60,14 @@ def test_workers_know_their_place_and_have_arguments_of_their_own(run):
         """
         import os, sys, maniple
         worker = maniple.join()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        names = ("MANIPLE_RANK", "MANIPLE_WORLD", "MANIPLE_LOCAL_RANK", "MANIPLE_LOCAL_WORLD")
+        taken = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & {*os.environ}
+        assert not taken, f"a script takes itself for a process of torchrun by {taken}"
         print(worker.rank, worker.world, worker.local_rank, worker.local_world, worker.device, worker.seed,
               [os.environ[n] for n in names], sys.argv[1:])
         """,
         "-n", "2", "--devices", "cpu:0,cpu:1",
-        args=("--part", "{rank}-of-{world}", "{other}"),
+        args=("--part", "{rank}-of-{world}", "{other}"), env={"RANK": "7", "WORLD_SIZE": "9"},
     )  # fmt: skip
     assert done.process.returncode == 0, done.output
     lines = [done.log(rank) for rank in (0, 1)]

@@ -400,7 +400,7 @@ def test_only_workers_that_share_the_memory_enter_a_circle_later(start: Any, tmp
     assert done.returncode != 0
     assert "cannot enter the circle" in done.stderr and "Choose a rule of the center" in done.stderr
     (segment,) = Path(os.environ["MANIPLE_SHM"]).glob("maniple-*")
-    place = {"RANK": "3", "MANIPLE_SEGMENT": str(segment), "MANIPLE_RUN": str(run.folder)}
+    place = {"MANIPLE_RANK": "3", "MANIPLE_SEGMENT": str(segment), "MANIPLE_RUN": str(run.folder)}
     place |= {"MANIPLE_ADDRESS": host["unix"], "MANIPLE_TOKEN_FILE": str(run.folder / "token")}
     python = str(MANIPLE.with_name("python"))
     near = subprocess.run(

@@ -17,6 +17,7 @@ from maniple.launch.job import thread_variables
 from maniple.launch.output import Output
 from maniple.launch.room import Room
 from maniple.launch.ssh import Remote
+from maniple.place import environment
 
 _CONNECT_S = 10.0
 
@@ -111,7 +112,7 @@ class Placed(Remote):
         asked = super()._asked()
         threads = thread_variables(max(1, round(self._room.cpus)), {})
         # Ray shows a worker its own GPUs alone, and minds the cores itself
-        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        alone = environment(self.place.told(local_rank=0, local_world=1, certificate=None))
         return asked | {"env": threads | asked["env"] | alone, "local_rank": 0, "local_world": 1, "bind": False}
 
 

@@ -14,7 +14,7 @@ from maniple.errors import InvalidArgument
 from maniple.launch import remote
 from maniple.launch.child import PRINTING
 from maniple.launch.process import Process
-from maniple.place import THREAD_VARIABLES, environment, own_variables
+from maniple.place import THREAD_VARIABLES, environment, not_inherited
 
 # Nobody is asked for a password; a machine that is gone is noticed within half a minute.
 _OPTIONS = ["BatchMode=yes", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
@@ -71,6 +71,6 @@ class Remote(Process):
             "local_rank": place.local_rank,
             "devices": [self._job.device(rank) for rank in range(place.local_world)],
             "threads": THREAD_VARIABLES,
-            "dropped": own_variables(),
+            "dropped": not_inherited(),
             "bind": self._job.bind,
         }

@@ -15,7 +15,7 @@ from typing import Any
 
 from maniple.errors import InvalidArgument
 from maniple.place.center import CENTERS, asked_center
-from maniple.place.launchers import meeting_point, started_by
+from maniple.place.launchers import TORCHRUN, meeting_point, started_by
 from maniple.place.limits import Limits, asked_limits
 from maniple.place.variables import choice, flag, number, path_in, seconds
 
@@ -36,6 +36,8 @@ THREAD_VARIABLES = (
 )
 
 _JOINED = "MANIPLE_JOINED"  # rank and process of the worker that has joined, for the processes that it starts
+
+_OF_RANK = {"MANIPLE_RANK", "MANIPLE_WORLD", "MANIPLE_LOCAL_RANK", "MANIPLE_LOCAL_WORLD", "MANIPLE_MASTER"}
 
 # Variables of a place that mean something else than the option with that name.
 _NO_OPTIONS = {"MANIPLE_CERTIFICATE", "MANIPLE_KEY"}
@@ -114,10 +116,10 @@ def environment(place: Place) -> dict[str, str]:
 
 def _variables(place: Place) -> dict[str, Any]:
     return {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_world,
+        "MANIPLE_RANK": place.rank,
+        "MANIPLE_WORLD": place.world,
+        "MANIPLE_LOCAL_RANK": place.local_rank,
+        "MANIPLE_LOCAL_WORLD": place.local_world,
         "MANIPLE_RUN": place.run,
         "MANIPLE_SEGMENT": place.segment,
         "MANIPLE_RULE": place.rule,
@@ -139,8 +141,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_CIRCLE": place.circle,
         "MANIPLE_CIRCLE_DEADLINE": place.circle_deadline_s,
         "MANIPLE_DETERMINISTIC": 1 if place.deterministic else None,
-        "MASTER_ADDR": place.master.rpartition(":")[0] if place.master else None,
-        "MASTER_PORT": place.master.rpartition(":")[2] if place.master else None,
+        "MANIPLE_MASTER": place.master,
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
         "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
         "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
@@ -160,10 +161,10 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         return _found_elsewhere(env)
     run = env.get("MANIPLE_RUN")
     return Place(
-        rank=number(env, "RANK", 0),
-        world=number(env, "WORLD_SIZE", 1),
-        local_rank=number(env, "LOCAL_RANK", 0),
-        local_world=number(env, "LOCAL_WORLD_SIZE", 1),
+        rank=number(env, "MANIPLE_RANK", number(env, "RANK", 0)),
+        world=number(env, "MANIPLE_WORLD", number(env, "WORLD_SIZE", 1)),
+        local_rank=number(env, "MANIPLE_LOCAL_RANK", number(env, "LOCAL_RANK", 0)),
+        local_world=number(env, "MANIPLE_LOCAL_WORLD", number(env, "LOCAL_WORLD_SIZE", 1)),
         run=Path(run) if run else None,
         segment=Path(segment) if segment else None,
         rule=env.get("MANIPLE_RULE"),
@@ -188,7 +189,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
-        master=meeting_point(env),
+        master=env.get("MANIPLE_MASTER") or meeting_point(env),
         producer=number(env, "MANIPLE_PRODUCER", -1),
         producers=number(env, "MANIPLE_PRODUCERS", 1),
         producer_number=number(env, "MANIPLE_PRODUCER_NUMBER", -1),
@@ -217,7 +218,7 @@ def refuse_inherited(env: Mapping[str, str] = os.environ) -> None:
             f"process {os.getpid()} cannot join: it was started by worker {rank} (process {process}) and has that "
             "worker's variables, and two processes cannot be one worker. Call maniple.join() in the parent only, and "
             "pass on what a child needs (worker.rank, worker.seed); a child that is to train by itself must be started "
-            "without RANK, WORLD_SIZE and the variables that begin with MANIPLE_."
+            "without the variables that begin with MANIPLE_, and under torchrun also without RANK and WORLD_SIZE."
         )
 
 
@@ -225,7 +226,15 @@ def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a new process takes over: all but a place and wishes for one, which are settled and written anew."""
     # A device for all may be said by its variable alone, but not that of the worker whose script starts another run.
     kept = set[str]() if _is_worker(env) else {"MANIPLE_DEVICE"}
-    return {name: value for name, value in env.items() if name not in set(own_variables()) - kept}
+    return {name: value for name, value in env.items() if name not in set(not_inherited()) - kept}
+
+
+def not_inherited() -> list[str]:
+    """The variables that a new worker must not take over from whoever starts it.
+
+    A script that finds RANK takes itself for a process of torchrun, and sets up a process group of its own.
+    """
+    return [*own_variables(), *TORCHRUN]
 
 
 def own_variables() -> list[str]:
@@ -237,7 +246,7 @@ def joining(place: Place, env: Mapping[str, str] = os.environ) -> dict[str, str]
     """The variables of a process that joins the host of `place`, whoever starts it."""
     kept = {name: env[name] for name in ("MANIPLE_TOKEN", "MANIPLE_CERTIFICATE", "MANIPLE_DEVICE") if name in env}
     others = {name: value for name, value in env.items() if name not in _variables(Place())}
-    told = {name: value for name, value in environment(place).items() if place.is_queued or name.startswith("MANIPLE_")}
+    told = {name: value for name, value in environment(place).items() if place.is_queued or name not in _OF_RANK}
     return others | kept | told
 
 

@@ -8,7 +8,7 @@ from maniple.place.variables import number
 
 # The variables of rank, world, local rank and local world. Inside a job of Slurm, mpirun leaves the variables of srun
 # to be seen, and srun may set those of PMI: the surest signs come first.
-_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 _OPEN_MPI = [
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -34,7 +34,7 @@ class Started:
 
 def started_by(env: Mapping[str, str]) -> Started | None:
     """Who has started this process together with others; None: nobody."""
-    if _has(env, *_TORCHRUN[:2]):
+    if _has(env, *TORCHRUN[:2]):
         return by_torchrun(env)
     for names in (_OPEN_MPI, _MPICH):
         if _has(env, *names):
@@ -47,14 +47,14 @@ def started_by(env: Mapping[str, str]) -> Started | None:
 
 def by_torchrun(env: Mapping[str, str]) -> Started:
     """What torchrun says of a process that it has started, perhaps alone."""
-    return _started(env, "ray" if "RAY_RAYLET_PID" in env else "torchrun", _TORCHRUN)
+    return _started(env, "ray" if "RAY_RAYLET_PID" in env else "torchrun", TORCHRUN)
 
 
 def rank_variable(launcher: str, env: Mapping[str, str]) -> str:
     """The variable by which a launcher tells a process its rank; the launcher's own process does not have it."""
     if launcher == "mpirun":
         return _OPEN_MPI[0] if _OPEN_MPI[0] in env else _MPICH[0]
-    return _SLURM[0] if launcher == "srun" else _TORCHRUN[0]
+    return _SLURM[0] if launcher == "srun" else TORCHRUN[0]
 
 
 def meeting_point(env: Mapping[str, str], *, in_step: bool = False) -> str | None:
