@@ -433,3 +433,23 @@ def test_where_forward_passes_are_not_seen_nothing_is_measured(monkeypatch):
         between.stepped()
         now[0] += 10
     assert (between.seconds, between.is_measured) == (0.0, False)
+
+
+@pytest.mark.parametrize("rule", [EASGD(), Downpour(), BSP(), LocalSGD(2), EASGD(sync=True)], ids=repr)
+def test_the_calls_of_one_script_work_under_every_rule(share, rule):
+    params = {"w": np.ones(2)}
+    replica = share(params, rule)
+    for _ in range(4):
+        gradient = {"w": np.full(2, 0.5)}
+        with replica.no_sync():
+            pass
+        replica.reduce(gradient)
+        np.testing.assert_array_equal(gradient["w"], [0.5, 0.5], "one worker's mean is its own gradient")
+        params["w"] -= gradient["w"]
+        replica.step()
+        replica.push()
+        replica.pull()
+        with replica.center():
+            pass
+    if not isinstance(rule, EASGD):  # whose elastic force also holds one worker back
+        np.testing.assert_allclose(params["w"], [-1, -1], err_msg="one worker trains as if it were alone")

@@ -95,10 +95,8 @@ class Replica:
         self._worker.end_if_told()
 
     def reduce(self, gradients: Any = None) -> None:
-        """Average the gradients now, with a rule that does; alone there is nothing to average."""
+        """Average the gradients now, with a rule that does. Others leave them as they are: one script is for all."""
         del gradients
-        if self._center is not None:
-            raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
 
     def rest(self) -> None:
         """Nobody is to wait for this replica until its next step: with a rule of the center nobody does."""

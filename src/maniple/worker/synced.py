@@ -110,7 +110,7 @@ class Synced(Replica):
         in place.
         """
         if self._gradients is None:
-            raise InvalidArgument(f"{self._rule!r} averages no gradients, so reduce() has nothing to do. Use BSP().")
+            return  # a rule that averages values leaves gradients as they are
         if not self._is_finished:
             self._watch_gradients()
         self._average(gradients, is_deferred=self._model.has_optimizer)
@@ -249,12 +249,13 @@ class Synced(Replica):
         return True
 
     def pull(self) -> None:
-        """Not with this rule: a replica changed by itself would no longer be that of the others."""
-        raise self._refusal("pull")
+        """Nothing to do: rounds keep the replica up to date, and by itself it would part from the others."""
+        self._refuse_inside_center("pull() was called")
 
     def push(self) -> None:
-        """Not with this rule."""
-        raise self._refusal("push")
+        """Bring the center up to date with what all workers have agreed on in the last round."""
+        self._refuse_inside_center("push() was called")
+        self._keep()
 
     @contextmanager
     def center(self) -> Generator[None]:
@@ -435,9 +436,3 @@ class Synced(Replica):
     def pull_center(self) -> None:
         """Take the center's values."""
         super().pull()
-
-    def _refusal(self, name: str) -> InvalidArgument:
-        return InvalidArgument(
-            f"{name}() is for rules of the center: with {self._rule!r} all workers' replicas change together. "
-            "Leave it out."
-        )
