@@ -248,8 +248,10 @@ def test_rows_are_found_among_many_others(tmp_path, monkeypatch):
     """Also where a block of the file ends in the middle of one, and in a file that follows another."""
     monkeypatch.setattr("maniple.doctor.run._BLOCK", 1000)
     (tmp_path / "events").mkdir()
-    other = '{"loss":1.5,"event":"log"}\n{"text":"\\"event\\":\\"share\\"","event":"log"}\n'
-    shared = '{"event":"share","digest":"d%d","parameters":2,"bytes":8}\n'
+    other = (
+        '{"timestamp":1.0,"loss":1.5,"event":"log"}\n{"timestamp":1.0,"text":"\\"event\\":\\"share\\"","event":"log"}\n'
+    )
+    shared = '{"event":"share","timestamp":1.0,"digest":"d%d","parameters":2,"bytes":8}\n'
     rows = "".join(7 * other + shared % i for i in range(9)) + other + shared.strip() % 9
     half = rows.index(shared % 4)
     (tmp_path / "events" / "worker-3.jsonl").write_text(rows[:half])

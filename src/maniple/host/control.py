@@ -156,6 +156,7 @@ class Control:
             is_full = bool(new) and not self._write(worker, who[0], beat.number, bytes(new), sieve)
             within_s, reason = self._desk.beat(who, beat.steps, beat.samples)
             if beat.is_last:
+                self._tell_rejected(who[0], sieve, is_last=True)
                 self._members.leave(worker, is_early=beat.is_early)
                 self._desk.forget(worker)
                 self._turns.forget(worker)

@@ -119,6 +119,8 @@ class Progress:
             row |= {"staleness": self._stale / made, "ages": _trimmed(self._ages)}
         if self._together:
             row["together"] = self._together
+        if replica.between.is_measured:
+            row["measures_data"] = True
         self._forget()
         self._events.write(
             "progress",
@@ -127,7 +129,6 @@ class Progress:
             elapsed=elapsed,
             sync_share=replica.spent_s / max(1e-9, elapsed),
             **totals(replica),
-            measures_data=replica.between.is_measured,
             **row,
             **_hardware(),
         )
