@@ -415,3 +415,14 @@ def test_two_runs_within_a_second_get_names_of_their_own(tmp_path, monkeypatch):
     for name in ("train-now", "train-now-2", "train-now-3"):
         assert fresh_name(tmp_path, Path("train.py")) == name
         (tmp_path / name).mkdir()
+
+
+def test_last_points_at_the_run_before_one_that_could_not_begin(tmp_path):
+    first = Folder.create(tmp_path, "first")
+    Folder.create(tmp_path, "second").discard()
+    assert (tmp_path / "last").resolve() == first.path
+    third, fourth = Folder.create(tmp_path, "third"), Folder.create(tmp_path, "fourth")
+    third.discard()
+    assert (tmp_path / "last").resolve() == fourth.path, "that one has begun since"
+    Folder.create(tmp_path / "other", "only").discard()
+    assert not (tmp_path / "other" / "last").is_symlink(), "a link to nothing helps nobody"

@@ -46,6 +46,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last: tuple[Path, str] | None = None  # of a new one: the link `last`, and what it pointed at before
 
     @classmethod
     def create(cls, root: Path, name: str) -> "Folder":
@@ -68,12 +69,23 @@ class Folder:
         for part in ("events", "logs", "center"):
             (folder.path / part).mkdir()
         sync_folder(folder.path)
-        point(root / "last", name)
+        link = root / "last"
+        folder._last = link, str(link.readlink()) if link.is_symlink() else ""
+        point(link, name)
         return folder
 
     def discard(self) -> None:
-        """Remove the folder of a run that could not begin."""
+        """Remove the folder of a run that could not begin; `last` points at the run before it again."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._last is not None:
+            link, before = self._last
+            with suppress(OSError):
+                if str(link.readlink()) != self.path.name:
+                    return  # another run has begun meanwhile
+                if before and (link.parent / before).exists():
+                    point(link, before)
+                else:
+                    link.unlink()
 
     @property
     def center(self) -> Path:
