@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 def test_what_is_shared_is_neither_wrapped_nor_shared_out_again(run: Any, tmp_path: Path):
     script = """
-        import json
+        import json, os
         from pathlib import Path
         import torch
         from accelerate import Accelerator
@@ -27,6 +27,9 @@ def test_what_is_shared_is_neither_wrapped_nor_shared_out_again(run: Any, tmp_pa
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         worker.share(model, optimizer, rule=maniple.BSP())
         data = TensorDataset(torch.arange(40.0).view(-1, 1))
+        address, _, port = os.environ["MANIPLE_MASTER"].rpartition(":")
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # and so on: as torchrun and `accelerate launch` do
+        os.environ |= {"RANK": str(worker.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(worker.rank)}
         accelerator = Accelerator(cpu=True)
         found = {"processes": accelerator.num_processes}
         loader = DataLoader(data, batch_size=4, sampler=worker.sampler(data))

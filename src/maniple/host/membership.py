@@ -17,7 +17,9 @@ from maniple.wire.stream import Stream
 _MAX_NODE = 255  # characters of a machine's name
 _RETURN_S = 10.0  # for a process that lives and whose connection has broken
 _NOTE_S = 0.2
-_STOPPED_S = 1.0  # well above _NOTE_S, since a busy machine delays threads; workers wait for an answer for longer
+_STOPPED_S = (
+    3.0  # far above the delays of a busy machine; workers wait twice as long for an answer before they reconnect
+)
 
 
 class _Stops:
