@@ -7,7 +7,6 @@ listening sockets over from the launcher, finishes what was begun, and goes on.
 import contextlib
 import socket
 import ssl
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from maniple.center.serving import Serving
 from maniple.center.shared import Shared
 from maniple.center.stage import Stages, finish_all
 from maniple.center.turns import Left, Turn, Turns
-from maniple.errors import BadFrame, ManipleError
+from maniple.errors import BadFrame, ManipleError, say
 from maniple.feed.serving import serve_feed
 from maniple.host.best import Best
 from maniple.host.control import SILENCE_S, Control
@@ -191,8 +190,7 @@ class Server:
             self._next_line = time.monotonic() + _LINE_EVERY_S
         text = f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
         more = f" ({count - 1} more since the last line)" if count > 1 else ""
-        print(f"maniple: a connection ({proof.role}) of {proof.worker[:32]!r} was ended: {text}{more}", file=sys.stderr)
-        sys.stderr.flush()
+        say(f"a connection ({proof.role}) of {proof.worker[:32]!r} was ended: {text}{more}")
         trace = {} if isinstance(error, ManipleError) else {"traceback": traceback.format_exc()[-4000:]}
         self._events.write("connection failed", role=proof.role, error=text, count=count, **trace)
 

@@ -6,7 +6,6 @@ It is written between two steps after each snapshot, and when a worker leaves. L
 script's own: moments and step counts are restored, the settings of parameter groups are not.
 """
 
-import sys
 import time
 import warnings
 from contextlib import suppress
@@ -19,7 +18,7 @@ import numpy as np
 from maniple.adapters import Adapter
 from maniple.center.tensors import read_arrays, write_tensors
 from maniple.contracts import Array, Entry
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 from maniple.place import Place
 from maniple.record import Folder
 from maniple.rules import Rule
@@ -145,7 +144,7 @@ class Optimizers:
         return 0
 
     def _say(self, text: str) -> None:
-        print(f"maniple: worker {self._rank}: {text}", file=sys.stderr, flush=True)
+        say(f"worker {self._rank}: {text}")
 
 
 def _ranks(folder: Path, number: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 from maniple.place import Place
 from maniple.sampler import Order, Sampler, Shard, Terms, chunk_for
 from maniple.sampler.position import Position, of_worker, read
@@ -183,11 +183,9 @@ class Samples:
         if self._rank == 0 and not self._is_told:
             self._is_told = True
             over = "epoch 0 is" if first == 1 else f"epochs 0 to {first - 1} are"
-            print(
-                f"maniple: {over} over, so these passes are empty. Write `for epoch in worker.epochs(n):` to leave "
+            say(
+                f"{over} over, so these passes are empty. Write `for epoch in worker.epochs(n):` to leave "
                 "them out, with what the loop does after each pass (validation, checkpoints)",
-                file=sys.stderr,
-                flush=True,
             )
 
     def finish(self, *, is_early: bool) -> None:
