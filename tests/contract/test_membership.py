@@ -1,19 +1,21 @@
 """Membership of guests, of whom nobody says what becomes of them: their processes tell."""
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from maniple.center.segment import DEAD, LIVE, Segment
 from maniple.errors import InvalidArgument
 from maniple.host.membership import Membership
-from maniple.record import Events
+from maniple.record import Events, read_events
 from maniple.wire.messages import Join
 
 
@@ -82,3 +84,30 @@ def test_task_that_was_cut_off_takes_nothing_from_the_one_in_its_place(segment):
     assert members.join("b", object(), Join("h2", 7, 0, 2))[0] == 0
     assert members.join("a", object(), Join("h1", 7, 0, 1, is_back=True))[0] == 2
     assert (members.rank("a"), members.rank("b")) == (2, 0)
+
+
+def test_rows_tell_of_members_in_the_order_in_which_they_came_and_went(segment, tmp_path):
+    class Slow(Events):
+        """Rows whose writer is delayed at random, as by the kernel."""
+
+        def write(self, event: str, /, **values: Any) -> None:
+            time.sleep(random.random() * 1e-3)
+            super().write(event, **values)
+
+    events = Slow(tmp_path / "server.jsonl")
+    members = Membership(segment, events, 0)
+
+    def come_and_go(name: str) -> None:
+        members.join(name, cast(Any, object()), Join("there", 1, -1, 0))
+        members.leave(name, is_early=False)
+
+    threads = [threading.Thread(target=come_and_go, args=(f"w{i}",)) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    live = 0
+    for row in read_events(tmp_path / "server.jsonl"):
+        live += 1 if row["event"] == "joined" else -1
+        assert row["live"] == live
+    assert live == 0

@@ -53,7 +53,7 @@ def script(tmp_path: Path) -> str:
         (["--rule", "easgd:alpha=1.5", "train.py"], ["alpha=1.5", "0 to 1"]),
         (["--rule", "easgd:alhpa=0.5", "train.py"], ["alhpa", "easgd has alpha"]),
         (["--rule", "easgd:alpha", "train.py"], ["'alpha'", "has no value"]),
-        (["--every", "0", "train.py"], ["Every(0)", "1 or more"]),
+        (["--every", "0", "train.py"], ["--every 0", "Write --every 10"]),
         (["--maximum-rate", "1.5", "train.py"], ["1.5", "up to 1"]),
         (["--every", "5", "--maximum-rate", "0.5", "train.py"], ["two paces"]),
         (["--restarts", "-1", "train.py"], ["--restarts -1", "below 0"]),

@@ -131,8 +131,9 @@ class Membership:
             self._ranks[worker] = rank
             self._speakers[worker] = stream
             incarnation = self._incarnations[worker] = self._segment.incarnation(rank)
-        event = "returned" if said.is_back else "restarted" if said.restarts else "joined"
-        self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
+            event = "returned" if said.is_back else "restarted" if said.restarts else "joined"
+            # Rows are written under the lock: the last one has the number of workers that are alive after it.
+            self._events.write(event, worker=rank, node=said.node, pid=said.pid, near=said.is_near, live=self.live)
         return rank, incarnation
 
     def _mind_guests(self, said: Join) -> None:
@@ -189,7 +190,7 @@ class Membership:
             rank = self._ranks.pop(worker, -1)
             if rank >= 0 and self._segment.is_live(rank, self._incarnations.pop(worker)):
                 self._segment.mark(rank, DEAD if is_early and self._are_guests else LEFT)
-        self._events.write("left", worker=rank, live=self.live)
+            self._events.write("left", worker=rank, live=self.live)
 
     def lose(self, worker: str, stream: Stream, reason: str, *, is_silent: bool) -> None:
         """A control connection has ended without a goodbye; it counts if the worker has made no newer one.
@@ -210,7 +211,7 @@ class Membership:
             counts = is_silent or self._are_guests or worker not in self._near
             if counts and self._segment.is_live(rank, self._incarnations[worker]):
                 self._segment.mark(rank, DEAD)
-        self._events.write("lost", worker=rank, reason=reason, live=self.live)
+            self._events.write("lost", worker=rank, reason=reason, live=self.live)
 
     def _await_return(self, worker: str, stream: Stream) -> None:
         """Until a worker has made a newer connection, or has had the time to."""
