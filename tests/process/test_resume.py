@@ -9,7 +9,7 @@ import pytest
 
 from tests.process.conftest import MANIPLE, Run, await_, is_gone
 
-# Each worker notes epoch and number of each sample that it has trained on, and each epoch that it has ended.
+# Each worker notes epoch and number of each sample that it trains on, and each epoch that it has ended.
 TRAINING = """
     import os, sys, time
     import numpy as np
@@ -25,11 +25,11 @@ TRAINING = """
     for epoch in worker.epochs(epochs):
         for indices in sampler.batches(batch):
             gradients = {"w": np.ones(4)}
-            if replica.rule.meets == "gradients":
-                replica.reduce(gradients)
+            # Before the round: once it is made, the others go on, though this worker is killed in the next line.
+            seen.write(np.stack([np.full(len(indices), epoch), indices], 1).astype("int64").tobytes())
+            replica.reduce(gradients)
             params["w"] -= gradients["w"]
             replica.samples = batch
-            seen.write(np.stack([np.full(len(indices), epoch), indices], 1).astype("int64").tobytes())
             replica.step()  # may be the last, if the worker is told to end
             time.sleep(pause_s)
         worker.log(finished=epoch)

@@ -1,6 +1,7 @@
 """A torch script under `maniple run`: the loop stays as it was, and so do its results where the algebra says so."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -51,11 +52,14 @@ def results(text: str) -> dict[str, list[str]]:
 def test_one_worker_trains_as_without_a_launcher(run, tmp_path):
     """Bit for bit if its replica is never moved, to rounding under Downpour."""
     text = script("{'still': maniple.EASGD(0.0), 'downpour': maniple.Downpour()}")
-    done = run(text, "-n", "1", env={"OMP_NUM_THREADS": "1"})
+    one_thread = {"OMP_NUM_THREADS": "1"}  # for both: sums of several threads have another order
+    done = run(text, "-n", "1", env=one_thread)
     assert done.process.returncode == 0, done.output
     path = tmp_path / "alone.py"
     path.write_text(textwrap.dedent(text))
-    by_itself = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S)
+    by_itself = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | one_thread
+    )
     assert by_itself.returncode == 0, by_itself.stderr
     launched, alone = results(done.log(0)), results(by_itself.stdout)
     assert launched["still"][0] == alone["still"][0]
@@ -113,7 +117,7 @@ def test_time_in_a_data_loader_is_data_and_where_it_is_not_seen_that_is_said(run
     plain, compiled = (done.events(rank, "progress")[-1] for rank in (0, 1))
     assert 0.5 * 19 * 0.06 < plain["data"] < plain["elapsed"], "19 batches were loaded after a step"
     assert plain["measures_data"]
-    assert not compiled["measures_data"] and compiled["data"] == 0
+    assert not compiled.get("measures_data") and compiled["data"] == 0
 
 
 def test_a_worker_needs_at_most_twice_the_model_more_than_the_plain_script(run, tmp_path):
