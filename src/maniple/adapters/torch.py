@@ -7,6 +7,7 @@ where one pinned host buffer takes the whole model in asynchronous copies.
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ class Module:
                 for name, (lookup, parameter) in parameters.items():
                     if id(parameter) in ours:
                         self._append(f"{key}.{name}", parameter, self._state(lookup, key))
-        self._trained_ids = {id(p) for p in self._trained()}
+        # By reference, not by id alone: a new parameter may get the id of one that was replaced and freed.
+        self._known = {id(p): weakref.ref(p) for p in self._trained()}
         self._dtypes = [getattr(torch, flat_dtype(entry)) for entry in self.entries]
         self._values: list[Tensor] = []  # of this pass
         self._staged: dict[int, Tensor] = {}
@@ -163,13 +165,17 @@ class Module:
     def _averaged(self, norm: str) -> dict[str, Callable[[], Tensor]]:
         return {self.entries[i].name: functools.partial(self._tensor, i) for i in self.averaged_buffers(norm)}
 
+    def _is_known(self, parameter: Tensor) -> bool:
+        known = self._known.get(id(parameter))
+        return known is not None and known() is parameter
+
     def _refuse_unknown(self) -> None:
         """Raise InvalidArgument if the optimizer trains a parameter that was no part of the model when it was shared.
 
         Parameters that it trained beside the model then are the script's own, and one that has taken the place of a
         shared one is shared under its name.
         """
-        news = [p for p in self._trained() if id(p) not in self._trained_ids and p.grad is not None]
+        news = [p for p in self._trained() if p.grad is not None and not self._is_known(p)]
         if news:
             names = {id(p): name for name, p in self._module.named_parameters()}
             shared = {entry.name for entry in self.entries[: self.parameter_count]}
@@ -179,7 +185,7 @@ class Module:
                     f"added to the optimizer after share(), where the model had {self.parameter_count} parameters. "
                     "Share the model after it is built, with all parameters in the optimizer."
                 )
-            self._trained_ids |= {id(p) for p in news}
+            self._known.update((id(p), weakref.ref(p)) for p in news)
 
     def _trained(self) -> Iterator[Tensor]:
         """The parameters that the optimizer changes."""
