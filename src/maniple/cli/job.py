@@ -21,8 +21,8 @@ from maniple.worker.asked import check_rule_and_pace
 
 _OF_MODEL = ("model", "model_args", "snapshot_epochs")
 # Of a run that goes on without a script being named: its options, and what run.json calls them.
-_REPEATED = {"restarts": "restarts", "circle": "circle", "deterministic": "deterministic", "producers": "producers",
-             "snapshot_every_s": "snapshot_every"}  # fmt: skip
+_REPEATED = {name: name for name in ("restarts", "min_workers", "strict", "circle", "deterministic", "producers")}
+_REPEATED |= {"snapshot_every_s": "snapshot_every"}
 
 
 def job_from(

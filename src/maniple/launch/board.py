@@ -4,6 +4,7 @@ import time
 
 from maniple.launch.death import last_words
 from maniple.record import Folder, Tail
+from maniple.rules import parse_rule
 from maniple.story import Standing, Story, Totals
 
 
@@ -57,6 +58,10 @@ class Board:
     def exit_code(self) -> int | None:
         """What the first failed worker's own error asks for."""
         return self._story.exit_code
+
+    def meets(self, rule: str | None) -> str:
+        """Where the workers meet by the rule that they share a model by, or else by `rule`; see `Rule.meets`."""
+        return self._story.shared.get("meets") or parse_rule(rule or "easgd").meets
 
     @property
     def has_ended(self) -> bool:

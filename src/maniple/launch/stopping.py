@@ -1,12 +1,29 @@
 """The end of a run before its time: what a person should know of it, and when a host follows `maniple stop`."""
 
+import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from maniple.launch.death import short
+from maniple.launch.job import Job
 from maniple.record import Folder
 
 _PATIENCE_S = 60.0
 _LEAVING_S = 60.0  # for tasks of a queue that were cancelled; Slurm kills them half a minute after it has told them
+
+
+def resume_command(job: Job, run: Path, *, is_queued: bool) -> str | None:
+    """The command that continues a run; None where another launcher starts the workers."""
+    if job.guests is not None:
+        return None
+    if job.script is None:
+        return f"maniple serve --resume {short(run)}"
+    if job.ray is not None or is_queued:
+        queue = "--ray" if job.ray is not None else "--slurm"
+        what = f"--model {job.model}" if job.model else shlex.join([str(job.script), *job.args])
+        return f"maniple submit {queue} -n {job.workers} --resume {short(run)} {what}"
+    return f"maniple run --resume {short(run)}"
 
 
 class Stopping:

@@ -122,7 +122,8 @@ class Loop:
         found = self._validate(epoch)
         self._rows.append(self._recorder.finish({f"val_{name}": value for name, value in found.items()}))
         k = self._snapshot_epochs
-        if k and (epoch % k == 0 or epoch == self._last) and (self._worker.rank == 0 or not self._is_together):
+        is_first = self._worker.rank == (self._replica.members or (0,))[0]  # worker 0 may be lost
+        if k and (epoch % k == 0 or epoch == self._last) and (is_first or not self._is_together):
             self._keep(epoch)
 
     def _validate(self, epoch: int) -> Mapping[str, float]:

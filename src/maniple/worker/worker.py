@@ -164,7 +164,13 @@ class Worker(Calls):
         if self._seat is not None:
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
             self._events.write(
-                "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
+                "share",
+                rule=repr(rule),
+                meets=rule.meets,
+                pace=repr(pace),
+                wire=wire,
+                created=is_creator,
+                **described(adapter),
             )
         replica = self._replica(adapter, center, rule, pace, wire)
         if save_optimizer:  # before it begins: those who are there already know more
@@ -335,8 +341,9 @@ class Worker(Calls):
         """The center was brought up to date after a round of so many workers.
 
         A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
+        Those who were given up have no samples any more.
         """
-        if self._replicas and replica is self._replicas[0] and workers >= self.world:
+        if self._replicas and replica is self._replicas[0] and workers >= self._samples.remaining:
             self._samples.note(replica, is_common=True)
 
     def position(self, replica: Replica) -> Any:
