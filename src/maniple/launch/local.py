@@ -31,7 +31,9 @@ from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
 
 _TICK_S = 0.2
-_GRACE_S = 3.0  # from SIGTERM to SIGKILL
+# From SIGTERM to SIGKILL. A worker may take 5 s to end its step (worker.ending), and then makes its last exchange.
+_GRACE_S = 10.0
+_SERVER_GRACE_S = 3.0  # it has no step to end
 _QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
 _OTHER, _INTERRUPTED = 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,7 +126,8 @@ class _Run:
         if self._is_paused:
             self._say("pausing: the center is saved, and the workers train on until this job begins again")
             return 0
-        self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+        again = "" if self._queue else f" ({_GRACE_S:g} s for the current step; Ctrl-C again ends them now)"
+        self._tell(self._view.error, f"interrupted: ending the workers{again} and saving the center")
         return 0 if self._comes_back else _INTERRUPTED
 
     def _greet(self) -> None:
@@ -300,7 +303,7 @@ class _Run:
             self._tell(self._view.error, f"the workers' jobs may still be in the queue: {again}")
 
     def _close(self, exit_code: int) -> int:
-        self._server.shut(_GRACE_S, is_over=not self._is_paused)
+        self._server.shut(_SERVER_GRACE_S, is_over=not self._is_paused)
         try:
             saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
         except Exception as error:  # whatever it is: the workers have ended, and the center is in memory
