@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from maniple.errors import InvalidArgument
-from maniple.host.reach import reach
+from maniple.host.reach import check_token, reach, with_token
 from maniple.place import JOIN_DEADLINE_S, joining, queue_task
 
 
@@ -62,6 +62,7 @@ def join(
     if str(script) != "-m" and not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
     place = reach(host, token_file, certificate, wait_s).told(device=device, join_deadline_s=wait_s)
+    check_token(with_token(place))
     if task:
         rank, world, restarts = queue_task()
         place = place.told(rank=rank, world=world, restarts=restarts, is_queued=True)
