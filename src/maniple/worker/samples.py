@@ -118,6 +118,11 @@ class Samples:
         return sum(sampler.taken for sampler in self._trained)
 
     @property
+    def were_gone(self) -> bool:
+        """This worker has begun an epoch or more, and there was no sample left for it in any."""
+        return not self.taken and any(sampler.epoch for sampler in self._trained)
+
+    @property
     def are_finished(self) -> bool:
         """The epochs that were asked for are made."""
         return bool(self._trained) and self._trained[0].is_finished

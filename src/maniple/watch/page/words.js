@@ -47,6 +47,7 @@ const EVENTS = {
   lost: (row) => `was lost: ${row.reason ?? "it is silent"}`,
   "given up": (row) => `is given up, ${row.reason ?? "lost"}: the others continue`,
   exit: (row) => (row.stopped ? "stopped" : row.killed_after ? `killed after ${Math.round(row.killed_after)} s` : row.died ? `died, ${exit(row.exit_code)}` : `ended, ${exit(row.exit_code)}`),
+  late: (row) => `made no step: ${row.reason} when it joined`,
   failed: (row) => `failed: ${row.error ?? ""}`,
   snapshot: (row) => `saved ${row.name}${row.asked_by ? `, asked by ${row.asked_by}` : ""}`,
   changed: (row) => (row.refused ? `refused ${settings(row)}: ${row.refused}` : `changed ${settings(row)}${row.asked_by ? `, by ${row.asked_by}` : ""}`),
