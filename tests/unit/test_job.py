@@ -68,6 +68,12 @@ def test_workers_that_must_be_left_are_checked(values, words):
     job(workers=2, min_workers=2).check()
 
 
+def test_validate_every_is_refused_for_a_model_which_validates_after_each_epoch():
+    with pytest.raises(InvalidArgument, match=r"--validate-every 5 .* validates after each epoch"):
+        job(model=f"{__file__}:Net", limits=Limits(validate_every=5)).check()
+    job(model=f"{__file__}:Net", limits=Limits(patience=5)).check()
+
+
 def test_negative_restarts_are_refused():
     with pytest.raises(InvalidArgument, match="--restarts -1"):
         job(restarts=-1).check()

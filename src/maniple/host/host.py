@@ -21,6 +21,7 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
+from maniple.host.desk import Minutes
 from maniple.host.keeping import (
     UNDER_WAY,
     abandon_bests,
@@ -215,6 +216,11 @@ class Host:
     def has_joined(self) -> bool:
         """Some worker has called `join()`."""
         return bool(self._joined)
+
+    @property
+    def validations(self) -> int:
+        """How often the center's loss was told to the controller, in this life of the run."""
+        return Minutes.read(self.segment.path).known.validations
 
     def expect(self, rank: int) -> None:
         """Get ready for a new process of worker `rank`, which has not joined yet."""

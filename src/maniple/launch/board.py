@@ -49,6 +49,11 @@ class Board:
         return self._story.totals()
 
     @property
+    def epoch_size(self) -> int:
+        """The samples of one epoch, or 0."""
+        return self._story.epoch_size
+
+    @property
     def stop(self) -> str:
         """Why the controller lets everybody stop; not that of a run that goes on now."""
         when, reason = self._story.stop

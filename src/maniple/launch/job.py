@@ -146,6 +146,11 @@ class Job:
                 "Add --model FILE.py:CLASS."
             )
         arguments(self.model_args, "--model-arg")
+        if self.model is not None and self.limits.validate_every:
+            raise InvalidArgument(
+                f"--validate-every {self.limits.validate_every} is for scripts that ask when to validate, but a "
+                "--model validates after each epoch. Leave it out; --patience counts these validations."
+            )
         if self.snapshot_epochs is not None and self.snapshot_epochs < 0:
             raise InvalidArgument(f"--snapshot-epochs {self.snapshot_epochs} is below 0. Write 5; 0 keeps none.")
 

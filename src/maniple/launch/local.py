@@ -25,7 +25,7 @@ from maniple.launch.producers import Producer, Producers
 from maniple.launch.queue import Queue
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
-from maniple.launch.stopping import Stop, Stopping, resume_command
+from maniple.launch.stopping import Stop, Stopping, Unvalidated, resume_command
 from maniple.launch.view import View, open_view
 from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
@@ -85,6 +85,7 @@ class _Run:
         self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
         self._unshown = ""  # why something could not be shown
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
+        self._unvalidated = Unvalidated(job, host)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = self._is_log_full = False
         self._page = Page(job.web, host.folder)
@@ -332,6 +333,8 @@ class _Run:
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):
             self._say(line)
+        if said := self._unvalidated.news(self._board, is_last=is_last):
+            self._tell(self._view.error, said)
 
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)

@@ -36,6 +36,11 @@ class Loop:
         place = find()
         self._run, self._has_restarted = place.run, place.restarts > 0
         self._last = _last_epoch(model)
+        if asked_limits().patience and not model.data.n_batch_val:
+            raise InvalidArgument(
+                f"--patience {asked_limits().patience} counts validations, but {type(model).__name__} has none "
+                "(data.n_batch_val is 0). Give it validation batches, or leave --patience out."
+            )
         self._snapshot_epochs = snapshot_epochs
         self._optimizer = None if isinstance(model.params, Mapping) else getattr(model, "optimizer", None)
         self._replica = worker.share(shareable(model.params), self._optimizer)
