@@ -237,6 +237,15 @@ def test_a_class_that_lacks_something_ends_with_the_list_before_training(here, s
     assert "Traceback" not in text
 
 
+def test_patience_is_refused_for_a_class_without_validation_batches(here, monkeypatch):
+    (here / "meeting.py").write_text(textwrap.dedent(MEETING))
+    monkeypatch.setenv("MANIPLE_PATIENCE", "2")
+    done = alone("meeting.py:Meeting", "--model-arg=batches=0")
+    assert done.returncode == 2
+    assert "--patience 2 counts validations, but Meeting has none (data.n_batch_val is 0)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_session_file_names_the_model_and_a_script_beside_it_is_refused(here):
     (here / "sub").mkdir()
     (here / "sub/session.yaml").write_text(

@@ -62,8 +62,8 @@ def join(
     if str(script) != "-m" and not script.is_file():
         raise InvalidArgument(f"there is no script {str(script)!r} in {Path.cwd()}. Check the path.")
     place = reach(host, token_file, certificate, wait_s).told(device=device, join_deadline_s=wait_s)
-    check_token(with_token(place))
     if task:
         rank, world, restarts = queue_task()
         place = place.told(rank=rank, world=world, restarts=restarts, is_queued=True)
+    check_token(with_token(place))
     os.execve(sys.executable, [sys.executable, str(script), *args], joining(place))
