@@ -42,6 +42,7 @@ class Known(msgspec.Struct):
     best: float | None = None
     bests: int = 0  # how often there was a new one
     misses: int = 0  # validations since the best one
+    validations: int = 0  # in this life of the run
     reason: str = ""  # to stop
     kept: int = 0  # the newest epoch whose center was kept
     parts: dict[str, dict[str, Part]] = {}  # of validations that are not complete: by epoch, by rank
@@ -56,7 +57,7 @@ class Known(msgspec.Struct):
         """A run goes on after its end: what made it stop holds no longer."""
         self.started, self.stepped, self.reason, self.misses, self.validator = 0.0, 0.0, "", 0, None
         self.behind = self.made
-        self.parts = {}
+        self.parts, self.validations = {}, 0
 
 
 class Powers(Protocol):
@@ -208,6 +209,7 @@ class Decisions:
         known = self.known
         if known.validator == who:
             known.validator = None
+        known.validations += 1
         is_best = math.isfinite(loss) and (known.best is None or loss < known.best)
         if is_best:
             known.best, known.misses = loss, 0

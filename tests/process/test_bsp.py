@@ -348,13 +348,61 @@ def test_who_waits_for_a_stopped_worker_says_so(start: Any, circle: str, world: 
     run.wait()
 
 
+# Worker 1 is killed in epoch 1. Then epochs go on until the file `stop` is there.
+LOSING = """
+    import os, pathlib, signal, time
+    import numpy as np
+    import maniple
+
+    worker = maniple.join()
+    w = {"w": np.zeros(8, "f4")}
+    replica = worker.share(w)
+    looks = worker.sampler(12, shuffle=False, validation=True)
+    sampler = worker.sampler(60)
+    for epoch in worker.epochs(1000):
+        for batch in sampler.batches(5):
+            if worker.rank == 1 and replica.steps == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            gradient = {"w": np.ones(8, "f4")}
+            replica.reduce(gradient)
+            w["w"] += gradient["w"]
+            replica.step()
+            time.sleep(0.01)
+        worker.log(epoch=epoch, looks=list(looks), length=len(sampler), steps=replica.steps)
+"""
+
+
+@pytest.mark.usefixtures("without_numba")
+@pytest.mark.parametrize("rule", ["bsp", "localsgd:k=2"])
+def test_the_others_continue_without_a_killed_worker_and_resume_where_they_are(start: Any, rule: str):
+    run = start(LOSING, "-n", "3", "--rule", rule)
+    rows = {rank: run.await_event(rank, "log", count=6) for rank in (0, 2)}
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "worker 1 was killed by SIGKILL" in run.output and "2 left, and the run continues" in run.output
+    for rank in (0, 2):
+        assert [row["steps"] for row in rows[rank][:6]] == [4, 8, 12, 16, 20, 24], "as many as before"
+        assert {row["length"] for row in rows[rank]} == {20}, "as schedules count on"
+    for first, second in zip(rows[0][3:], rows[2][3:], strict=False):
+        assert sorted(first["looks"] + second["looks"]) == list(range(12)), "they look at all of the validation data"
+    assert run.description["ends"] == {"0": "stopped", "1": "killed by SIGKILL", "2": "stopped"}
+    again = subprocess.Popen(
+        [MANIPLE, "run", "--resume", str(run.folder)], cwd=run.folder.parent.parent, stdout=subprocess.PIPE, text=True
+    )
+    assert again.stdout is not None
+    told = next(line for line in again.stdout if "it continues from step" in line)
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=PATIENCE_S)
+    assert int(told.partition("epoch ")[2].partition(",")[0]) >= 5, told
+
+
 @pytest.mark.usefixtures("without_numba")
 def test_over_torch_a_killed_worker_is_named_and_ends_the_run(start: Any):
     run = start(TRAIN, "-n", "3", "--circle", "torch", "--circle-deadline", "20", args=("10000", "0.02"))
     run.await_event(2, "log", count=5)
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.wait() == 1
-    assert "worker 1 was killed by SIGKILL" in run.output or "worker 1 has been lost" in run.log(0) + run.log(2)
+    assert "worker 1 was killed by SIGKILL, and workers that meet in the circle torch cannot continue" in run.output
 
 
 REPEAT = """

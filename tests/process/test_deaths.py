@@ -25,12 +25,48 @@ TRAINING = """
 """
 
 
-def test_a_killed_worker_without_restarts_ends_the_run(start):
-    going = start(TRAINING, "-n", "2")
-    going.await_event(1, "exchange")
+@pytest.mark.usefixtures("without_numba")
+def test_the_others_continue_when_a_worker_is_killed(start, tmp_path):
+    """By SIGKILL, and one by SIGTERM, as a scheduler does that takes a machine back: it leaves in order."""
+    going = start(TRAINING, "-n", "3")
+    for rank in range(3):
+        going.await_event(rank, "exchange")
+    os.kill(going.pid(1), signal.SIGKILL)
+    os.kill(going.pid(2), signal.SIGTERM)
+    await_(lambda: len(going.events("host", "given up")) == 2)
+    made = len(going.events(0, "exchange"))
+    going.await_event(0, "exchange", count=made + 5)
+    (tmp_path / "stop").touch()
+    assert going.wait() == 0, going.output
+    (said,) = [
+        line for line in going.output.splitlines() if "worker 1 was killed by SIGKILL" in line and "left" in line
+    ]
+    for words in ("out of memory", "--restarts", "maniple join"):
+        assert words in said
+    assert "worker 2 was killed by SIGTERM (exit code 143)" in going.output
+    assert "lost on the way: worker 1 (killed by SIGKILL), worker 2 (killed by SIGTERM)" in going.output
+    assert going.description["exit_code"] == 0
+    assert going.description["ends"] == {"0": "done", "1": "killed by SIGKILL", "2": "killed by SIGTERM"}
+    assert going.events(2, "leave"), "SIGTERM leaves time for the last exchange"
+
+
+@pytest.mark.usefixtures("without_numba")
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        (("--strict",), "worker 1 was killed by SIGKILL, so the run ends (--strict)"),
+        (("--min-workers", "2"), "worker 1 was killed by SIGKILL, and 1 worker is left, below --min-workers 2"),
+    ],
+)
+def test_a_death_ends_the_run_where_that_was_asked_for(start, option, why):
+    going = start(TRAINING, "-n", "2", *option)
+    for rank in range(2):
+        going.await_event(rank, "exchange")
     os.kill(going.pid(1), signal.SIGKILL)
     assert going.wait() == 1
-    assert "worker 1 was killed by SIGKILL, so the run ends" in going.output
+    assert why in going.output
+    assert "maniple run --resume runs/run0" in going.output
+    assert going.description["ends"] == {"0": "stopped", "1": "killed by SIGKILL"}
 
 
 def test_a_killed_worker_comes_back_from_the_center(start, tmp_path):

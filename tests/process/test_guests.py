@@ -159,6 +159,23 @@ def test_workers_that_torchrun_starts_again_rejoin_the_same_center(tmp_path, wit
     assert run.description["exit_code"] == 0
 
 
+@pytest.mark.parametrize("strict", ["", "1"])
+def test_the_others_continue_where_the_launcher_lets_them(tmp_path, without_numba, strict):
+    """As srun does, unless it is told to end all; here a shell is the launcher."""
+    script = COUNT.replace(
+        "replica.step()", "replica.step(); worker.rank == replica.steps == 1 and os.kill(os.getpid(), 9)"
+    )
+    place = "PMI_RANK={0} MPI_LOCALRANKID={0} PMI_SIZE=2 MPI_LOCALNRANKS=2"
+    workers = " & ".join(f"{place.format(rank)} {sys.executable} train.py 0.02" for rank in range(2))
+    going = launched(tmp_path, script, "sh", "-c", f"{workers} & wait", env={"MANIPLE_STRICT": strict})
+    finished(going)
+    run = the_run(tmp_path)
+    assert run.description["exit_code"] == (1 if strict else 0)
+    if not strict:
+        assert run.description["ends"] == {"1": "did not come to its end"}
+        assert set(run.trained) == set(range(120)), "what the dead one had taken went to the other"
+
+
 def test_host_saves_and_ends_when_the_launcher_is_killed(tmp_path, without_numba):
     going = launched(tmp_path, COUNT, *mpiexec(2), sys.executable, "train.py", "0.2", env={"MANIPLE_RULE": "downpour"})
     await_((tmp_path / "runs" / "last").exists)

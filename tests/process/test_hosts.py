@@ -108,7 +108,7 @@ def test_a_remote_worker_that_dies_comes_back_with_its_rank(start, node):
     pid = going.await_event(1, "log", timeout_s=60)[0]["pid"]
     os.kill(pid, signal.SIGKILL)
     assert going.wait(100) == 0, going.output
-    assert "worker 1 ended with exit code 137: restart 1 of 1" in going.output
+    assert "worker 1 was killed by SIGKILL (exit code 137): restart 1 of 1" in going.output
     assert len(going.events(1, "log")) == 2
     assert going.events(1, "leave")
 

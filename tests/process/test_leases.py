@@ -184,6 +184,35 @@ def test_worker_that_leaves_its_passes_early_keeps_nobody_waiting_and_loses_noth
     seen.assert_covered(count, 3, again=3 * 64)
 
 
+# Worker 0 trains on all samples; worker 1 joins after that.
+LATE = """
+    import os, pathlib, sys, time
+    import numpy as np
+    import maniple
+
+    while os.environ["MANIPLE_RANK"] == "1" and not pathlib.Path("trained").exists():
+        time.sleep(0.02)
+    worker = maniple.join()
+    replica = worker.share({"w": np.zeros(3)})
+    sampler = worker.sampler(100)
+    for epoch in worker.epochs(2) if sys.argv[1] == "epochs" else range(2):
+        for batch in sampler.batches(10):
+            replica.step()
+    pathlib.Path("trained").touch()
+"""
+
+
+@pytest.mark.parametrize("loop", ["epochs", "range"])
+def test_a_worker_that_joins_after_the_last_sample_says_so(run, loop):
+    done = run(LATE, "-n", "2", args=(loop,))
+    assert done.process.returncode == 0, done.output
+    words = "worker 1 made no step: all samples had been handed out when it joined"
+    assert sum(words in line for line in done.output.splitlines()) == 1, done.output
+    (row,) = done.events(1, "late")
+    assert row["reason"] == "all samples had been handed out"
+    assert "made no step" not in done.log(0) and not done.events(0, "late")
+
+
 @pytest.mark.parametrize("how", ["memory", "snapshot"])
 def test_epoch_goes_on_after_the_host_was_killed(start, seen, how):
     count, batch, chunk = 6000, 20, 64

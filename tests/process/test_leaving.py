@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import textwrap
 
 import pytest
 from safetensors.numpy import load_file
@@ -61,8 +62,34 @@ def test_a_run_is_stopped_by_its_folder(start, tmp_path):
     going.await_event(0, "log", count=3)
     done = subprocess.run([str(MANIPLE), "stop", "runs/run0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "the host has ended with exit code 130" in done.stdout, done.stdout + done.stderr
+    assert "maniple run --resume runs/run0" in done.stdout
     assert going.wait() == 130
     assert going.center["w"].tolist() == 2 * [going.events(0, "progress")[-1]["step"]]
+    assert going.description["ends"] == {"0": "stopped"}
+    assert "W0 : state stopped" in going.output
+    assert "H  | to continue: maniple run --resume runs/run0" in going.output
+
+
+def test_ctrl_c_lets_steps_end_and_shows_who_has_left_as_stopped(start, tmp_path):
+    """Worker 0 is in a long step. Worker 1 leaves at once, but its process does not end."""
+    hanging = "import atexit, time; atexit.register(time.sleep, 100 * int(__import__('os').environ['MANIPLE_RANK']))\n"
+    going = start(hanging + textwrap.dedent(STEPS), "-n", "2", args=("3",))
+    for rank in range(2):
+        going.await_event(rank, "log", count=4)
+    going.signal(signal.SIGINT)
+    for rank in range(2):
+        assert not going.await_event(rank, "leave")[0]["failed"]
+    going.signal(signal.SIGINT)  # now it need not wait any longer
+    assert going.wait() == 130
+    assert going.description["ends"] == {"0": "stopped", "1": "stopped"}
+    assert "W0 : state stopped" in going.output and "W1 : state stopped" in going.output
+    assert "failed" not in going.output
+    steps = sum(going.events(rank, "progress")[-1]["step"] for rank in range(2))
+    assert going.center["w"].tolist() == [steps, steps], "each step is whole"
+    shown = subprocess.run(
+        [str(MANIPLE), "status", "runs/run0"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert shown.stdout.count("state stopped") == 2, shown.stdout
 
 
 def test_a_host_that_goes_on_at_another_port_is_found_by_its_run_folder(tmp_path):

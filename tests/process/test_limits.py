@@ -180,10 +180,36 @@ def test_another_worker_takes_over_when_the_validator_is_killed(run):
     )  # fmt: skip
     assert done.process.returncode == 0, done.output
     assert len([row for row in done.events("host", "exit") if row["died"]]) == 1
+    assert "no effect" not in done.output
     rows = validations(done)
     assert [row["loss"] for row in rows] == [3, 2, 1, "nan", 1.5], "the second was made by another"
     for one, other in itertools.pairwise(rows):
         assert one["end"] < other["begin"]
+
+
+@pytest.mark.parametrize("epochs", [1, 1000])
+def test_patience_without_validations_is_told(start, tmp_path, epochs):
+    """In a run of one epoch at its end, else when two epochs are over."""
+    script = """
+        import pathlib, sys, time, numpy as np, maniple
+        worker = maniple.join()
+        replica = worker.share({"w": np.zeros(3)})
+        sampler = worker.sampler(40)
+        for epoch in worker.epochs(int(sys.argv[1])):
+            for batch in sampler.batches(10):
+                replica.step()
+                time.sleep(0.02)
+            if pathlib.Path("end").exists():
+                break
+    """
+    going = start(script, "-n", "1", "--patience", "3", args=(str(epochs),))
+    going.await_event("host", "unvalidated")
+    (tmp_path / "end").touch()
+    assert going.wait() == 0, going.output
+    (said,) = [line for line in going.output.splitlines() if "nothing was validated" in line]
+    for words in ("--patience 3 has no effect", "--validate-every", 'worker.ask("validated", loss=...)'):
+        assert words in said
+    assert len(going.events("host", "unvalidated")) == 1
 
 
 def alone(script: str, folder: Path, **variables: str) -> str:

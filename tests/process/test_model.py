@@ -167,7 +167,7 @@ MEETING = """
                 self.worker.log(share=list(sampler), length=len(sampler))
 
         def train_iter(self, count, recorder):
-            if self.epoch == 2 and self.worker.rank == 1 and self.victim and not pathlib.Path("killed").exists():
+            if self.epoch == 2 and self.worker.rank + 1 == self.victim and not pathlib.Path("killed").exists():
                 pathlib.Path("killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             gradient = np.random.default_rng(count).normal(size=4)
@@ -209,11 +209,15 @@ def test_under_bsp_every_validation_batch_is_looked_at_once_though_they_do_not_d
     assert sorted(index for row in shares for index in row["share"]) == list(range(5))
 
 
-def test_under_local_sgd_some_workers_have_no_validation_batch_and_a_dead_one_s_go_to_others(here):
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_under_local_sgd_some_workers_have_no_validation_batch_and_a_dead_one_s_go_to_others(here, comes_back):
     (here / "meeting.py").write_text(textwrap.dedent(MEETING))
-    words = ("--model", "meeting.py:Meeting", "--model-arg=batches=2", "--model-arg=victim=1", "--restarts", "1")
+    victim = ("--model-arg=victim=2", "--restarts", "1") if comes_back else ("--model-arg=victim=1",)
+    words = ("--model", "meeting.py:Meeting", "--model-arg=batches=2", "--snapshot-epochs", "3", *victim)
     run = run_model(here, "run", "-n", "3", "--rule", "localsgd", "--every", "1", *words)
     assert run.process.returncode == 0, run.output
+    kept = sorted(path.name for path in (run.folder / "center").glob("epoch-*"))
+    assert kept == ["epoch-0003", "epoch-0006", "epoch-0009"], "also without worker 0"
     validated = [(row["epoch"], round(row["loss"], 6)) for rank in range(3) for row in run.events(rank, "validated")]
     assert sorted(validated) == [(epoch, abs(epoch - 2) + 0.05) for epoch in range(1, 10)], run.output
     assert (run.folder / "center/best").exists()
@@ -231,6 +235,15 @@ def test_a_class_that_lacks_something_ends_with_the_list_before_training(here, s
     assert code == 2
     assert "params is of type int: a torch module" in text and "train_iter(self, count, recorder) is missing" in text
     assert "Traceback" not in text
+
+
+def test_patience_is_refused_for_a_class_without_validation_batches(here, monkeypatch):
+    (here / "meeting.py").write_text(textwrap.dedent(MEETING))
+    monkeypatch.setenv("MANIPLE_PATIENCE", "2")
+    done = alone("meeting.py:Meeting", "--model-arg=batches=0")
+    assert done.returncode == 2
+    assert "--patience 2 counts validations, but Meeting has none (data.n_batch_val is 0)" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_session_file_names_the_model_and_a_script_beside_it_is_refused(here):

@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("web")
     (folder / "train.py").write_text(SCRIPT)
     # Its output to a file: nobody reads a pipe while the tests look at the page.
-    command = f"exec {MANIPLE} run -n 2 --name web --web --listen 127.0.0.1:0 train.py > printed 2>&1"
+    command = f"exec {MANIPLE} run -n 2 --strict --name web --web --listen 127.0.0.1:0 train.py > printed 2>&1"
     run = Shown(folder, "web", ["sh", "-c", command], BARE)
     yield run
     if run.process.poll() is None:

@@ -54,6 +54,26 @@ def test_number_of_workers_out_of_range_is_refused(workers):
         job(workers=workers).check()
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"min_workers": 0}, "--min-workers 0 is below 1"),
+        ({"workers": 2, "min_workers": 3}, "--min-workers 3 is more than the 2 workers"),
+        ({"workers": 2, "min_workers": 2, "strict": True}, "--strict ends the run when any worker dies"),
+    ],
+)
+def test_workers_that_must_be_left_are_checked(values, words):
+    with pytest.raises(InvalidArgument, match=words):
+        job(**values).check()
+    job(workers=2, min_workers=2).check()
+
+
+def test_validate_every_is_refused_for_a_model_which_validates_after_each_epoch():
+    with pytest.raises(InvalidArgument, match=r"--validate-every 5 .* validates after each epoch"):
+        job(model=f"{__file__}:Net", limits=Limits(validate_every=5)).check()
+    job(model=f"{__file__}:Net", limits=Limits(patience=5)).check()
+
+
 def test_negative_restarts_are_refused():
     with pytest.raises(InvalidArgument, match="--restarts -1"):
         job(restarts=-1).check()
@@ -109,6 +129,8 @@ def test_what_was_asked_for_is_written_down():
         "ray": None,
         "restarts": 1,
         "seed": 9,
+        "min_workers": 1,
+        "strict": False,
         "wire": None,
         "circle": None,
         "deterministic": False,

@@ -132,7 +132,7 @@ def test_a_worker_that_died_and_came_back_keeps_what_it_had_done(written):
 
 @pytest.mark.parametrize(
     ("exit_code", "died", "state"),
-    [(0, False, "done"), (1, False, "failed"), (-9, True, "dead"), (143, False, "ended"), (3, True, "dead")],
+    [(0, False, "done"), (1, False, "failed"), (-9, True, "dead"), (143, False, "stopped"), (3, True, "dead")],
 )
 def test_what_has_become_of_a_worker(written, exit_code, died, state):
     written.row("server", "joined", 0, worker=0, live=1)
@@ -140,6 +140,18 @@ def test_what_has_become_of_a_worker(written, exit_code, died, state):
     written.row("server", "left", 1, worker=0, live=0)
     written.row("host", "exit", 2, worker=0, exit_code=exit_code, died=died)
     assert written.story().standings[0].state == state
+
+
+def test_a_worker_that_was_told_to_end_has_stopped_however_its_process_ended(written):
+    for rank in range(2):
+        written.row("server", "joined", 0, worker=rank, live=rank + 1)
+        written.row(rank, "join", 0)
+    written.row("server", "left", 1, worker=0, live=1)
+    written.row("host", "exit", 2, worker=0, exit_code=-9, died=False, stopped=True)
+    written.row("host", "exit", 2, worker=1, exit_code=-9, died=True, killed_after=10.1)
+    first, second = written.story().standings.values()
+    assert (first.state, first.shown, first.is_gone) == ("stopped", "stopped", True)
+    assert (second.state, second.shown, second.is_gone) == ("killed", "killed after 10 s", True)
 
 
 def test_the_end_of_a_worker_counts_though_its_own_rows_are_read_later(written):

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -11,14 +12,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.cli import cli
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, WorkerFailed
 from maniple.host.gate import Listen
 from maniple.launch import Job
+from maniple.launch.array import Array
 from maniple.launch.room import Room
-from maniple.launch.slurm import Order, Resources, host_text, workers_text
+from maniple.launch.slurm import Order, Resources, Task, host_text, workers_text
 from maniple.launch.submission import Submission
 from maniple.place import Limits
 from maniple.wire.address import Address
+
+
+@pytest.mark.parametrize(
+    ("settings", "states", "failed"),
+    [
+        ({}, ["COMPLETED", "OUT_OF_MEMORY", "COMPLETED"], ""),
+        ({}, ["COMPLETED", "OUT_OF_MEMORY", "FAILED"], "1 task failed: 2"),
+        ({"strict": True}, ["COMPLETED", "OUT_OF_MEMORY", "COMPLETED"], "1 task failed: 1"),
+        ({"min_workers": 3}, ["COMPLETED", "OUT_OF_MEMORY", "COMPLETED"], "1 task failed: 1"),
+        ({}, ["OUT_OF_MEMORY"] * 3, "3 tasks failed: 0, 1, 2"),
+    ],
+)
+def test_a_task_without_memory_fails_the_run_only_where_that_was_asked_for(
+    tmp_path, monkeypatch, settings, states, failed
+):
+    order = Order(Resources(3), tmp_path, tmp_path, Path("python"), ("train.py",), wait_s=60)
+    array = Array(Submission(Job(Path("train.py"), workers=3, **settings), order, jobs={"workers": "7"}))
+    tasks = [Task("7", number, state, "node-1", "") for number, state in enumerate(states)]
+    monkeypatch.setattr("maniple.launch.array.look", lambda _: tasks)
+    lost = []
+    array._host = SimpleNamespace(lose=lambda rank, why, node: lost.append((rank, why, node)))
+    said = array.news()
+    assert [line for line in said if "OUT_OF_MEMORY" in line]
+    assert array.is_done
+    if failed:
+        with pytest.raises(WorkerFailed, match=failed):
+            array.check(has_joined=True)
+    else:
+        array.check(has_joined=True)
+        assert lost == [(1, "OUT_OF_MEMORY", "node-1")]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from maniple.cli.job import job_from
 from maniple.cli.join import join
 from maniple.cli.plot import plot
 from maniple.cli.record import record
-from maniple.cli.settings import model_settings, restarts, settings, web_settings
+from maniple.cli.settings import loss_settings, model_settings, restarts, settings, web_settings
 from maniple.cli.status import status
 from maniple.cli.stop import stop
 from maniple.cli.submit import submit
@@ -72,6 +72,7 @@ def cli() -> None:
     help="Start the workers on these machines, -n on each, by ssh; implies --listen 0.0.0.0:0.",
 )
 @restarts("Start a dead worker again, up to K times each.")
+@loss_settings
 @click.option("--listen", metavar="ADDRESS", help="Let workers elsewhere join: 0.0.0.0:29400, or a free port with :0.")
 @click.option(
     "--feed",

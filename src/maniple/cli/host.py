@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from maniple.cli.job import job_from
-from maniple.cli.settings import settings
+from maniple.cli.settings import loss_settings, settings
 from maniple.launch import run_local
 from maniple.launch.guests import Guests
 from maniple.place.launch import asked_pace
@@ -18,6 +18,7 @@ from maniple.session import Configured
 
 @click.command("host", cls=Configured, hidden=True, context_settings={"allow_interspersed_args": False})
 @click.option("--listen", metavar="ADDRESS", help="Where to listen instead of at WHERE.")
+@loss_settings
 @settings
 @click.argument("launcher")
 @click.argument("workers", type=int)

@@ -21,8 +21,9 @@ from maniple.worker.asked import check_rule_and_pace
 
 _OF_MODEL = ("model", "model_args", "snapshot_epochs")
 # Of a run that goes on without a script being named: its options, and what run.json calls them.
-_REPEATED = {"restarts": "restarts", "circle": "circle", "deterministic": "deterministic", "producers": "producers",
-             "snapshot_every_s": "snapshot_every"}  # fmt: skip
+_REPEATED = {"snapshot_every_s": "snapshot_every"} | {
+    name: name for name in ("restarts", "min_workers", "strict", "circle", "deterministic", "producers")
+}
 
 
 def job_from(
@@ -80,7 +81,7 @@ def _begun_with(run: Path) -> dict[str, Any]:
     """What a run was begun with, as options: its script or model, and how many workers of what kind."""
     about = Folder(run.resolve()).read()
     asked: dict[str, Any] = about.get("asked") or {}
-    if (reason := _no_program(run, about, asked)) is not None:
+    if (reason := no_program(run, about, asked)) is not None:
         raise InvalidArgument(
             f"--resume {run} names no script to run: it {reason}. Name the script after it, or another run: runs/NAME."
         )
@@ -96,7 +97,7 @@ def _begun_with(run: Path) -> dict[str, Any]:
     return again
 
 
-def _no_program(run: Path, about: dict[str, Any], asked: dict[str, Any]) -> str | None:
+def no_program(run: Path, about: dict[str, Any], asked: dict[str, Any]) -> str | None:
     """Why a run tells of nothing that could be started again; None if it does."""
     launcher = asked.get("launcher", "maniple")
     if about.get("lineage") is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from maniple.errors import InvalidArgument
-from maniple.host.reach import reach
+from maniple.host.reach import check_token, reach, with_token
 from maniple.place import JOIN_DEADLINE_S, joining, queue_task
 
 
@@ -65,4 +65,5 @@ def join(
     if task:
         rank, world, restarts = queue_task()
         place = place.told(rank=rank, world=world, restarts=restarts, is_queued=True)
+    check_token(with_token(place))
     os.execve(sys.executable, [sys.executable, str(script), *args], joining(place))

@@ -162,6 +162,25 @@ def restarts(what: str) -> Callable[[Command], Command]:
     return click.option("--restarts", type=int, default=0, show_default=True, metavar="K", help=what)
 
 
+def loss_settings(command: Command) -> Command:
+    """Give a command the options for workers that are killed."""
+    for option in reversed(
+        [
+            click.option(
+                "--min-workers",
+                type=int,
+                default=1,
+                show_default=True,
+                metavar="N",
+                help="When a worker is killed by a signal, the others continue while at least N are left.",
+            ),
+            click.option("--strict", is_flag=True, help="End the run when any worker dies, also by a signal."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 def model_settings(command: Command) -> Command:
     """Give a command the options of models that are trained by maniple's own loop."""
     for option in reversed(

@@ -3,12 +3,17 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
+from maniple.center.snapshot import snapshots
+from maniple.cli.job import no_program
 from maniple.errors import WaitedTooLong
+from maniple.launch import Job
 from maniple.launch.death import short
 from maniple.launch.slurm import cancel, look
+from maniple.launch.stopping import resume_command
 from maniple.launch.submission import HOST, WORKERS, Submission
 from maniple.launch.whereabouts import find_host
 from maniple.record import Folder
@@ -49,6 +54,19 @@ def stop(*, run: Path, timeout_s: float) -> None:
         _empty(list(Submission.read(run).jobs.values()), timeout_s)
     where = find_host(run)
     click.echo(f"stopped: the host {where.words}." + (f" Its center: {short(run)}/center" if where.has_ended else ""))
+    if (command := _resume(run, folder)) is not None and snapshots(folder.center):
+        click.echo(f"to continue: {command}")
+
+
+def _resume(run: Path, folder: Folder) -> str | None:
+    """The command that continues the run; None if it tells of nothing that could be started again."""
+    if folder.is_submitted:
+        return resume_command(Submission.read(run).job, run, is_queued=True)
+    about = folder.read()
+    asked: dict[str, Any] = about.get("asked") or {}
+    if asked.get("script") is None and asked.get("launcher") == "maniple":
+        return resume_command(Job(), run, is_queued=False)
+    return None if no_program(run, about, asked) else resume_command(Job(Path()), run, is_queued=False)
 
 
 def _has_gone(run: Path, job: str | None) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from maniple.cli.doctor import tell_warning, warn_early
 from maniple.cli.job import job_from
-from maniple.cli.settings import model_settings, restarts, settings
+from maniple.cli.settings import loss_settings, model_settings, restarts, settings
 from maniple.errors import InvalidArgument, QueueRefused
 from maniple.launch import Job, run_local
 from maniple.launch.array import Array
@@ -35,6 +35,7 @@ from maniple.session import Configured
     "--ray-address", metavar="HOST:PORT", default="auto", show_default=True, help="The Ray cluster; auto: that of here."
 )
 @restarts("With --ray: place a lost worker again, up to K times each. Slurm queues such tasks again by itself.")
+@loss_settings
 @click.option(
     "--max-simultaneous", type=int, default=0, metavar="K", help="At most K of them at a time. Default: no limit."
 )

@@ -135,7 +135,12 @@ def _token(home: Path) -> str:
     """The run's token: the one that is there, or a fresh one, in a file that only its owner can read."""
     path = home / "token"
     if path.exists() or path.is_symlink():
-        return read_own(path).decode().strip()
+        if token := read_own(path).decode().strip():
+            return token
+        raise InvalidArgument(
+            f"{path} is empty, and without a token no worker is let in. Remove it: a new one is made, which workers "
+            "elsewhere need then."
+        )
     token = fresh_token()
     write_whole(path, f"{token}\n".encode(), mode=0o600)
     return token

@@ -21,6 +21,7 @@ from maniple.center.stage import finish_all
 from maniple.center.tensors import read_arrays
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
+from maniple.host.desk import Minutes
 from maniple.host.keeping import (
     UNDER_WAY,
     abandon_bests,
@@ -39,7 +40,7 @@ from maniple.host.restored import Restored
 from maniple.record import Events, Folder
 from maniple.record.versions import versions
 from maniple.sampler import position
-from maniple.sampler.position import Position, settle
+from maniple.sampler.position import Position, give_up, settle
 
 KEEP = 3
 UNSAVED = 3  # the exit code of a run that went well, but whose center could not be saved
@@ -58,6 +59,8 @@ class Host:
         self.is_prepared = False  # the folder is not its own to remove
         self._restored = Restored.read(segment.path)
         self._joined: set[int] = set()
+        self.ends: dict[str, str] = {}  # by rank: how each worker that the launcher has started came to its end
+        self.lost: dict[int, str] = {}  # by rank: why a worker is gone, without which the others continue
         self.events = Events(folder.events("host"))
         self.events.write("start", lineage=lineage, restored=self._restored.count, **asked)
 
@@ -158,7 +161,7 @@ class Host:
             )
             lost = lost if one is None else _repeated(folder, one)
             news.append(f"the center has survived in shared memory: {lost}")
-            folder.describe(resumed=time.time(), exit_code=None, ended=None, **_asked_now(asked))
+            folder.describe(resumed=time.time(), exit_code=None, ended=None, ends={}, **_asked_now(asked))
             host = cls(folder, segment, lineage, asked, most=most)
             host._is_adopted = True
             host.events.write("adopted", finished=finished, saved=None if one is None else one.saved)
@@ -177,7 +180,8 @@ class Host:
                 for rank in folder.ranks():  # they may return; those who are new get ranks of their own
                     segment.mark(rank, DEAD)
                 segment.made()
-                folder.describe(resumed=time.time(), restored=count, exit_code=None, ended=None, **_asked_now(asked))
+                anew: dict[str, Any] = {"exit_code": None, "ended": None, "ends": {}}
+                folder.describe(resumed=time.time(), restored=count, **anew, **_asked_now(asked))
             except BaseException:
                 segment.remove()
                 raise
@@ -213,20 +217,51 @@ class Host:
         """Some worker has called `join()`."""
         return bool(self._joined)
 
+    @property
+    def validations(self) -> int:
+        """How often the center's loss was told to the controller, in this life of the run."""
+        return Minutes.read(self.segment.path).known.validations
+
     def expect(self, rank: int) -> None:
         """Get ready for a new process of worker `rank`, which has not joined yet."""
         self.segment.renew(rank)
 
-    def bury(self, rank: int, exit_code: int) -> bool:
-        """Note that the process of worker `rank` has ended; True if it had joined."""
+    def bury(
+        self, rank: int, exit_code: int, killed_by: str = "", *, is_told: bool = False, killed_after_s: float = 0.0
+    ) -> bool:
+        """Note that the process of worker `rank` has ended; True if it had joined.
+
+        Args:
+            killed_by: the signal that has ended it, if one has.
+            is_told: the launcher had told it to end.
+            killed_after_s: and has killed it so many seconds later.
+        """
         had_joined = self.segment.state(rank) != NEVER
         if had_joined:
             self._joined.add(rank)
         died = self.segment.state(rank) in {LIVE, DEAD}  # the server may have noted it first
         if died:
             self.segment.mark(rank, DEAD)
-        self.events.write("exit", worker=rank, exit_code=exit_code, died=died)
+        how: dict[str, Any] = {}
+        if exit_code == 0:
+            end = "done"
+        elif is_told and died and killed_after_s:
+            end, how = f"killed after {killed_after_s:.0f} s", {"killed_after": killed_after_s}
+        elif is_told and (killed_after_s or killed_by == "SIGTERM"):  # it has left, perhaps before it was killed
+            end, how, died = "stopped", {"stopped": True}, False
+        else:
+            end = f"killed by {killed_by}" if killed_by else f"exit code {exit_code}"
+        self.ends[str(rank)] = end
+        self.events.write("exit", worker=rank, exit_code=exit_code, died=died, **how)
         return had_joined
+
+    def lose(self, rank: int, why: str, *, node: str | None = None) -> None:
+        """Note that worker `rank` is gone for good, and that the others continue without it."""
+        self.lost[rank] = self.ends[str(rank)] = why
+        give_up(self.segment.path, rank)
+        self.events.write("given up", worker=rank, node=node, reason=why)
+        with suppress(OSError):  # written again at the end
+            self.folder.describe(ends=self.ends)
 
     def save(self) -> Path | None:
         """Write a snapshot to the run folder, and remove all but the newest few; None if there is no center yet."""
@@ -278,7 +313,8 @@ class Host:
             self.events.close()
             with suppress(OSError):
                 if not is_overtaken(self.folder, self._restored):
-                    self.folder.describe(ended=time.time(), exit_code=exit_code, is_saved=not ended, **ended)
+                    ends = {"ends": self.ends} if self.ends else {}
+                    self.folder.describe(ended=time.time(), exit_code=exit_code, is_saved=not ended, **ends, **ended)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
 
 

@@ -5,9 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from maniple.center.link import Door, Link
 from maniple.center.locks import read_own
 from maniple.center.segment import check_own, is_guarded, segment_path
-from maniple.errors import InvalidArgument
+from maniple.errors import HostAway, InvalidArgument
 from maniple.place import Place, find, shared_memory
 from maniple.record import Folder
 from maniple.wire.address import Address
@@ -55,6 +56,14 @@ def with_token(place: Place) -> Place:
     """A place with the token and the certificate of the environment, where no others were given."""
     told = find(address=place.address)
     return place.told(token=place.token or told.token, certificate=place.certificate or told.certificate)
+
+
+def check_token(place: Place) -> None:
+    """Raise the error that a worker would meet: no token, or one that the host refuses. One that is away is let be."""
+    link = Link(Door.of(place), "watch")
+    with suppress(HostAway):  # the worker waits for it
+        link.stream()
+    link.drop()
 
 
 def _mind_absence(folder: Path, about: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from maniple.record import Folder
 
 _EVERY_S = 3.0  # between two looks at the queue
 _SUBMITTING_S = 300.0  # for so long a host that is a job waits for who submits the workers' jobs after it
-_FAILED = {"FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_LOST = {"OUT_OF_MEMORY", "BOOT_FAIL"}  # not by a fault of the script: the others continue
+_FAILED = {"FAILED", "DEADLINE", *_LOST}
 _MAY_RETURN = {"PREEMPTED", "NODE_FAIL"}  # seen for a moment before such a task is queued again
 _RETURN_S = 30.0
 
@@ -25,6 +26,7 @@ class Array:
         self._submission = submission
         self._folder = Folder(submission.order.run)
         self._tasks: dict[int, Task] = {}
+        self._host: Host | None = None
         self._since, self._next = time.monotonic(), 0.0
         self._over_since: float | None = None  # all tasks are
         self._is_cancelled = self._is_deaf = False
@@ -43,7 +45,7 @@ class Array:
 
     def begin(self, host: Host) -> str:
         """Submit the array; as a job of its own, the host was submitted together with it."""
-        del host
+        self._host = host
         if not self.comes_back:
             self._submission = self._submission.write().submit_workers()
             return f"job {self._submission.jobs[WORKERS]}: {count(self._submission.job.workers, 'worker')} in the queue"
@@ -59,7 +61,11 @@ class Array:
             was_deaf, self._is_deaf = self._is_deaf, True
             return [] if was_deaf else ["the queue does not answer; it is asked again, and training goes on"]
         self._is_deaf = False
-        said = [f"task {task.number} has ended as {task.state} on {task.node}" for task in self._new_failures(found)]
+        failures = self._new_failures(found)
+        said = [f"task {task.number} has ended as {task.state} on {task.node}" for task in failures]
+        for task in failures:
+            if self._is_lost(task) and self._host is not None:
+                self._host.lose(task.number, task.state, node=task.node)
         self._tasks |= {task.number: task for task in found}
         # Those that are not listed any more have ended some time ago.
         is_over = all(task.is_over for task in found)
@@ -80,7 +86,11 @@ class Array:
         return self._over_since is not None
 
     def check(self, *, has_joined: bool) -> None:
-        failed = sorted(number for number, task in self._tasks.items() if task.state in _FAILED)
+        lost = [task.number for task in self._tasks.values() if self._is_lost(task)]
+        failed = sorted(number for number, task in self._tasks.items() if task.state in _FAILED and number not in lost)
+        job = self._submission.job
+        if lost and job.workers - len(lost) < job.min_workers:
+            failed = sorted([*failed, *lost])
         if failed:
             log = self._folder.log(failed[0])
             raise WorkerFailed(
@@ -103,6 +113,9 @@ class Array:
         if WORKERS not in self._submission.jobs and self._folder.is_submitted:
             self._submission = Submission.read(self._submission.order.run)
         return self._submission.jobs.get(WORKERS)
+
+    def _is_lost(self, task: Task) -> bool:
+        return task.state in _LOST and not self._submission.job.strict
 
     def _new_failures(self, found: list[Task]) -> list[Task]:
         before = {number for number, task in self._tasks.items() if task.state in _FAILED}

@@ -4,6 +4,7 @@ import time
 
 from maniple.launch.death import last_words
 from maniple.record import Folder, Tail
+from maniple.rules import parse_rule
 from maniple.story import Standing, Story, Totals
 
 
@@ -48,6 +49,11 @@ class Board:
         return self._story.totals()
 
     @property
+    def epoch_size(self) -> int:
+        """The samples of one epoch, or 0."""
+        return self._story.epoch_size
+
+    @property
     def stop(self) -> str:
         """Why the controller lets everybody stop; not that of a run that goes on now."""
         when, reason = self._story.stop
@@ -57,6 +63,10 @@ class Board:
     def exit_code(self) -> int | None:
         """What the first failed worker's own error asks for."""
         return self._story.exit_code
+
+    def meets(self, rule: str | None) -> str:
+        """Where the workers meet by the rule that they share a model by, or else by `rule`; see `Rule.meets`."""
+        return self._story.shared.get("meets") or parse_rule(rule or "easgd").meets
 
     @property
     def has_ended(self) -> bool:

@@ -77,6 +77,15 @@ class Child:
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
+    @property
+    def exit_code(self) -> int | None:
+        """That of a process that has ended and is not collected yet; None if it runs, or is not of this machine."""
+        with suppress(OSError):
+            found = os.waitid(os.P_PIDFD, self.descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return None
+
     def collect(self) -> int:
         """Reap a process that has ended, end what it has started, and give its exit code."""
         assert self._process is not None

@@ -8,11 +8,21 @@ from pathlib import Path
 _LAST_LINES, _LAST_BYTES = 20, 1 << 16
 
 
+def killed_by(exit_code: int) -> str:
+    """The signal that has ended it; "" if none has.
+
+    Shells, ssh and a worker that follows SIGTERM give 128 + the signal's number as their exit code.
+    """
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    if number in signal.Signals.__members__.values():
+        return signal.Signals(number).name
+    return f"signal {number}" if exit_code < 0 else ""
+
+
 def reason(exit_code: int) -> str:
     """How it ended."""
-    if exit_code < 0:
-        known = -exit_code in signal.Signals.__members__.values()
-        return f"was killed by {signal.Signals(-exit_code).name if known else f'signal {-exit_code}'}"
+    if name := killed_by(exit_code):
+        return f"was killed by {name}" + (f" (exit code {exit_code})" if exit_code > 0 else "")
     return f"ended with exit code {exit_code}"
 
 

@@ -39,7 +39,7 @@ class Vigil:
     """
 
     def __init__(self, guests: Guests, host: Host) -> None:
-        self._guests, self._segment, self._folder = guests, host.segment, host.folder
+        self._guests, self._host, self._segment, self._folder = guests, host, host.segment, host.folder
         self._poll = select.poll()
         self._poll.register(guests.tie, select.POLLIN)
         self._alone = Patience(_PATIENCE_S)
@@ -63,10 +63,18 @@ class Vigil:
         are_gone = self._guests.launcher != "torchrun" and NEVER not in self._states
         return self._alone.is_over() or are_gone
 
-    def check(self) -> None:
-        """Raise WorkerFailed if some have not come to their end."""
+    def check(self, min_workers: int, *, strict: bool) -> None:
+        """Raise WorkerFailed if some have not come to their end.
+
+        Where the launcher lets the others continue without one that was killed, that is no failure, as long as
+        `min_workers` have come to their end.
+        """
         missing = [rank for rank, state in enumerate(self._states) if state != LEFT]
-        if missing:
+        are_enough = len(self._states) - len(missing) >= min_workers
+        if missing and are_enough and not strict and not self._is_launcher_gone and not self.exit_code():
+            for rank in missing:
+                self._host.lose(rank, "did not come to its end")
+        elif missing:
             who = ", ".join(map(str, missing))
             raise WorkerFailed(
                 f"of {self._segment.guests} workers of {self._guests.launcher}, {len(missing)} have not come to their "

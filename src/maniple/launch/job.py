@@ -38,6 +38,8 @@ class Job:
     web: Address | None = None  # where a page of the run is served
     ray: Room | None = None  # a cluster that has room for the workers, and places them
     restarts: int = 0  # how often each worker may be started again
+    min_workers: int = 1  # with fewer left, the death of a worker ends the run
+    strict: bool = False  # every death does
     name: str | None = None
     runs: Path = Path("runs")
     seed: int | None = None  # None: that of a run that goes on, else 1
@@ -73,6 +75,7 @@ class Job:
             raise InvalidArgument(f"{self.workers} workers cannot be started (1 to {MAX_WORKERS}). Write -n 2.")
         if self.restarts < 0:
             raise InvalidArgument(f"--restarts {self.restarts} is below 0. Write --restarts 3, or leave it out.")
+        self._check_losses()
         if self.seed is not None and self.seed < 0:
             raise InvalidArgument(f"--seed {self.seed} is below 0. Write --seed 1.")
         if self.snapshot_every_s < 0 or self.keep < 1 or not self.host_deadline_s > 0:
@@ -107,6 +110,20 @@ class Job:
             raise InvalidArgument(f"there is no script {str(self.script)!r} in {Path.cwd()}. {_near(self.script)}")
         self._check_feeds()
 
+    def _check_losses(self) -> None:
+        if self.min_workers < 1:
+            raise InvalidArgument(f"--min-workers {self.min_workers} is below 1. Write 1 or more, or leave it out.")
+        if 0 < self.world < self.min_workers:
+            raise InvalidArgument(
+                f"--min-workers {self.min_workers} is more than the {self.world} workers that are started. Write "
+                f"--min-workers {self.world} or less, or start more (-n)."
+            )
+        if self.strict and self.min_workers > 1:
+            raise InvalidArgument(
+                f"--strict ends the run when any worker dies, so --min-workers {self.min_workers} would have no "
+                "effect. Leave one of them out."
+            )
+
     def _check_texts(self) -> None:
         """What becomes a variable, a file name or a word of a command must be one."""
         texts = {"--name": self.name, "--devices": ",".join(self.devices), "--controller": self.controller}
@@ -129,6 +146,11 @@ class Job:
                 "Add --model FILE.py:CLASS."
             )
         arguments(self.model_args, "--model-arg")
+        if self.model is not None and self.limits.validate_every:
+            raise InvalidArgument(
+                f"--validate-every {self.limits.validate_every} is for scripts that ask when to validate, but a "
+                "--model validates after each epoch. Leave it out; --patience counts these validations."
+            )
         if self.snapshot_epochs is not None and self.snapshot_epochs < 0:
             raise InvalidArgument(f"--snapshot-epochs {self.snapshot_epochs} is below 0. Write 5; 0 keeps none.")
 
@@ -174,6 +196,8 @@ class Job:
             "hosts": list(self.hosts),
             "ray": asdict(self.ray) if self.ray else None,
             "restarts": self.restarts,
+            "min_workers": self.min_workers,
+            "strict": self.strict,
             "seed": self.settled_seed,
             "wire": self.wire,
             "circle": self.circle,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from maniple.center.segment import LIVE, MAX_WORKERS
 from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
 from maniple.host import Host
 from maniple.host.gate import Gate
@@ -15,7 +16,7 @@ from maniple.host.host import UNSAVED
 from maniple.launch.beginning import begin, begin_in, place_of
 from maniple.launch.board import Board, count
 from maniple.launch.child import Child
-from maniple.launch.death import last_lines, reason, short
+from maniple.launch.death import killed_by, last_lines, reason, short
 from maniple.launch.guests import Vigil
 from maniple.launch.job import Job, thread_variables
 from maniple.launch.page import Page
@@ -24,13 +25,15 @@ from maniple.launch.producers import Producer, Producers
 from maniple.launch.queue import Queue
 from maniple.launch.server import Server, hopeless
 from maniple.launch.snapshots import Snapshots
-from maniple.launch.stopping import Stop, Stopping
+from maniple.launch.stopping import Stop, Stopping, Unvalidated, resume_command
 from maniple.launch.view import View, open_view
 from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
 
 _TICK_S = 0.2
-_GRACE_S = 3.0  # from SIGTERM to SIGKILL
+# From SIGTERM to SIGKILL. A worker may take 5 s to end its step (worker.ending), and then makes its last exchange.
+_GRACE_S = 10.0
+_SERVER_GRACE_S = 3.0  # it has no step to end
 _QUEUE_GRACE_S = 90.0  # for jobs to leave the queue; Slurm kills them half a minute after it has told them
 _OTHER, _INTERRUPTED = 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -82,6 +85,7 @@ class _Run:
         self._view = open_view(quiet=job.quiet, is_json=job.is_json, is_brief=self._comes_back)
         self._unshown = ""  # why something could not be shown
         self._stopping, self._stop = Stopping(), Stop(host.folder, is_alone=job.script is None)
+        self._unvalidated = Unvalidated(job, host)
         self._vigil = None if job.guests is None else Vigil(job.guests, host)
         self._is_hurried = self._is_log_full = False
         self._page = Page(job.web, host.folder)
@@ -123,7 +127,8 @@ class _Run:
         if self._is_paused:
             self._say("pausing: the center is saved, and the workers train on until this job begins again")
             return 0
-        self._tell(self._view.error, "interrupted: ending the workers and saving the center")
+        again = "" if self._queue else f" ({_GRACE_S:g} s for the current step; Ctrl-C again ends them now)"
+        self._tell(self._view.error, f"interrupted: ending the workers{again} and saving the center")
         return 0 if self._comes_back else _INTERRUPTED
 
     def _greet(self) -> None:
@@ -150,7 +155,8 @@ class _Run:
                     if child.is_due:
                         child.start()
                         selector.register(child.descriptor, selectors.EVENT_READ, child)
-                for key, _ in selector.select(_TICK_S):
+                # Those who were killed come first: others may have failed because of it.
+                for key, _ in sorted(selector.select(_TICK_S), key=lambda one: (one[0].data.exit_code or 0) >= 0):
                     selector.unregister(key.fileobj)
                     if isinstance(key.data, Server):
                         self._mind_server(key.data)
@@ -166,7 +172,7 @@ class _Run:
                     raise KeyboardInterrupt
         self._producers.blame()
         if self._vigil is not None:
-            self._vigil.check()
+            self._vigil.check(self._job.min_workers, strict=self._job.strict)
         elif self._queue is not None:
             self._queue.check(has_joined=self._host.segment.has_members)
         elif not self._host.has_joined:
@@ -233,19 +239,42 @@ class _Run:
             which = f"restart {process.restarts} of {self._job.restarts}"
             self._say(f"worker {process.rank} {reason(exit_code)}: {which}")
             return
-        if process.is_cut_off(exit_code) and not all(
-            other.is_done for other in self._processes if other is not process
-        ):
-            self._go_on_without(process)
+        again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
+        left, end = self._left_without(process), ", so the run ends"
+        if (why := process.loss(exit_code)) and not (end := self._end_of_loss(left)):
+            process.give_up(why)
+            how = reason(exit_code) if killed_by(exit_code) else f"is lost ({why})"
+            self._tell(self._view.error, f"worker {process.rank} {how}{again}{self._advice(why, left)}")
             return
         self._show()
-        again = f" after {count(process.restarts, 'restart')}" if process.restarts else ""
         words = self._board.last_words(process.rank, process.unwritten)
-        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}, so the run ends. {words}")
+        raise WorkerFailed(f"worker {process.rank} {reason(exit_code)}{again}{end}. {words}")
 
-    def _go_on_without(self, process: Process) -> None:
-        node = process.give_up()
-        self._say(f"worker {process.rank}: {node or 'its machine'} cannot be reached, so the others go on alone")
+    def _left_without(self, process: Process) -> int:
+        """The workers that are left without this one, also those that have joined by themselves."""
+        others = sum(not other.is_done for other in self._processes if other is not process)
+        return others + sum(self._host.segment.state(rank) == LIVE for rank in range(self._job.world, MAX_WORKERS))
+
+    def _end_of_loss(self, left: int) -> str:
+        """Why the loss of a worker through no fault of the script ends the run, in words; "" if it continues."""
+        if self._job.strict:
+            return ", so the run ends (--strict)"
+        if left < self._job.min_workers:
+            who = f"{count(left, 'worker')} {'is' if left == 1 else 'are'}" if left else "no other is"
+            return f", and {who} left, below --min-workers {self._job.min_workers}, so the run ends"
+        if (self._job.circle == "torch" or self._job.hosts) and self._board.meets(self._job.rule) != "center":
+            return ", and workers that meet in the circle torch cannot continue without it, so the run ends"
+        return ""
+
+    def _advice(self, why: str, left: int) -> str:
+        """What to say of a lost worker, while the others continue."""
+        memory = " (out of memory? `dmesg` tells)" if why == "killed by SIGKILL" else ""
+        if self._board.meets(self._job.rule) != "center":
+            also = ". Its share of each epoch is left out from now on"
+        else:
+            join = "" if self._gate.address else " in a run with --listen"
+            also = f", `maniple join {short(self._host.folder.path)} SCRIPT`{join} adds one"
+        return f"{memory}: {left} left, and the run continues. --restarts N would replace such a worker{also}"
 
     def _end_all(self) -> None:
         """SIGTERM to all, SIGKILL to those who stay."""
@@ -253,13 +282,13 @@ class _Run:
         if self._vigil is not None:
             self._vigil.await_leaving(_GRACE_S, lambda: self._is_hurried)
         for process in self._processes:
-            process.signal(signal.SIGTERM)
+            process.stop()
         deadline = time.monotonic() + _GRACE_S
         for process in self._processes:
             if process.is_running:
                 while not process.has_ended(timeout_s=0.1):
                     if time.monotonic() > deadline or self._is_hurried:
-                        process.signal(signal.SIGKILL)
+                        process.kill()
                 process.collect()
         self._producers.end(lambda: self._is_hurried)
 
@@ -275,7 +304,7 @@ class _Run:
             self._tell(self._view.error, f"the workers' jobs may still be in the queue: {again}")
 
     def _close(self, exit_code: int) -> int:
-        self._server.shut(_GRACE_S, is_over=not self._is_paused)
+        self._server.shut(_SERVER_GRACE_S, is_over=not self._is_paused)
         try:
             saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
         except Exception as error:  # whatever it is: the workers have ended, and the center is in memory
@@ -286,10 +315,17 @@ class _Run:
             )
             return exit_code or UNSAVED
         self._tell(lambda: self._view.say(self._board.summary()))
+        if self._host.lost:
+            who = ", ".join(f"worker {rank} ({why})" for rank, why in sorted(self._host.lost.items()))
+            self._say(f"lost on the way: {who}")
         if self._host.unfinished:
             self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")
         for path in saved:
             self._say(f"center saved: {short(path)}")
+        is_open = exit_code != 0 or self._job.script is None  # there is more to train
+        command = resume_command(self._job, self._host.folder.path, is_queued=self._queue is not None)
+        if saved and is_open and not self._is_paused and command is not None:
+            self._say(f"to continue: {command}")
         return exit_code
 
     def _show(self, *, is_last: bool = False) -> None:
@@ -297,6 +333,8 @@ class _Run:
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):
             self._say(line)
+        if said := self._unvalidated.news(self._board, is_last=is_last):
+            self._tell(self._view.error, said)
 
     def _say(self, text: str) -> None:
         self._tell(self._view.say, text)

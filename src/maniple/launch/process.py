@@ -1,10 +1,12 @@
 """One worker's process on this machine, over all its restarts."""
 
+import signal
 import sys
 import time
 
 from maniple.host import Host
 from maniple.launch.child import Child
+from maniple.launch.death import killed_by
 from maniple.launch.job import Job
 from maniple.place import Place, environment
 
@@ -21,6 +23,8 @@ class Process(Child):
         self.rank = rank
         self.restarts = 0
         self.is_done = False  # it has ended well, or is given up
+        self._told = 0.0  # when the launcher told it to end
+        self._killed_after_s = 0.0  # for how long it had been told to end when the launcher killed it
         self._has_joined = False
         self._job, self._host, self._cores, self._threads, self._reach = job, host, cores, threads, reach
         self._due = time.monotonic()
@@ -59,7 +63,9 @@ class Process(Child):
     def collect(self) -> int:
         """Reap a process that has ended, end what it has started, and give its exit code."""
         exit_code = self.reap()
-        had_joined = self._host.bury(self.rank, exit_code)
+        had_joined = self._host.bury(
+            self.rank, exit_code, killed_by(exit_code), is_told=self._told > 0, killed_after_s=self._killed_after_s
+        )
         self._has_joined = self._has_joined or had_joined
         self._early_deaths = 0 if had_joined else self._early_deaths + 1
         self.is_done = exit_code == 0
@@ -69,17 +75,25 @@ class Process(Child):
         """Let go of what has ended; gives the exit code."""
         return super().collect()
 
-    def is_cut_off(self, exit_code: int) -> bool:
-        """It had worked, and then its machine, or the way there, was gone. This one never is."""
-        del exit_code
-        return False
+    def stop(self) -> None:
+        """Tell it to end."""
+        if self.is_running:
+            self._told = time.monotonic()
+            self.signal(signal.SIGTERM)
 
-    def give_up(self) -> str | None:
-        """Start it no more; gives the name of its machine, if that is known."""
+    def kill(self) -> None:
+        """End it, as it has not done so itself after `stop`."""
+        self._killed_after_s = self._killed_after_s or time.monotonic() - self._told
+        self.signal(signal.SIGKILL)
+
+    def loss(self, exit_code: int) -> str:
+        """Why it is gone through no fault of its script, so that the others may continue; "" if it failed itself."""
+        return f"killed by {name}" if (name := killed_by(exit_code)) else ""
+
+    def give_up(self, why: str) -> None:
+        """Start it no more, and let the others share what it would have trained on."""
         self.is_done = True
-        node = self._job.node(self.rank)
-        self._host.events.write("given up", worker=self.rank, node=node)
-        return node
+        self._host.lose(self.rank, why, node=self._job.node(self.rank))
 
     def restart(self) -> None:
         """Plan another start: at once, or after a growing pause if it keeps dying before it joins."""

@@ -1,6 +1,5 @@
 """The producers of a run's feeds: processes that push batches to the workers, and end with them."""
 
-import os
 import signal
 import sys
 import time
@@ -70,7 +69,7 @@ class Producers:
         deadline = time.monotonic() + (_GRACE_S if any(self._segment.glob("feed-*/failed-*")) else 0)
         while True:
             for producer in self.all:
-                if producer.is_running and _has_failed(producer):
+                if producer.is_running and producer.exit_code:
                     return producer
             if time.monotonic() >= deadline or self._failure is not None:
                 return None
@@ -87,8 +86,3 @@ class Producers:
                     if time.monotonic() > deadline or is_hurried():
                         producer.signal(signal.SIGKILL)
                 producer.collect()
-
-
-def _has_failed(producer: Producer) -> bool:
-    found = os.waitid(os.P_PIDFD, producer.descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return found is not None and found.si_status != 0

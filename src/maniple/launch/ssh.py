@@ -56,9 +56,11 @@ class Remote(Process):
         else:
             self.write(b"SIGTERM\n")
 
-    def is_cut_off(self, exit_code: int) -> bool:
-        """It had worked, and then its machine, or the way there, was gone: a failure of ssh, and not of the script."""
-        return self._has_joined and exit_code == remote.FAILURE_OF_SSH
+    def loss(self, exit_code: int) -> str:
+        """As on this machine; or its machine, or the way there, is gone: a failure of ssh, not of the script."""
+        if self._has_joined and exit_code == remote.FAILURE_OF_SSH:
+            return f"{self._job.node(self.rank) or 'its machine'} cannot be reached"
+        return super().loss(exit_code)
 
     def _asked(self) -> dict[str, Any]:
         place = self.place

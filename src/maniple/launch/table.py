@@ -13,7 +13,7 @@ from maniple.story import Standing, Totals
 from maniple.story.standing import BAD
 
 _LEFT = {"worker", "state"}
-_STYLES = {"training": "green", "dead": "bold red", "failed": "bold red", "lost": "bold red", "starting": "yellow"}
+_STYLES = {"training": "green", "starting": "yellow", "stopped": "yellow"} | dict.fromkeys(BAD, "bold red")
 _NOTHING = "–"
 _NUMBERS = (
     "state", "lives", "node", "loss", "steps_per_s", "samples_per_s", "bytes_per_s", "sync_share", "staleness",
@@ -25,11 +25,11 @@ _OWN_LINES = 3  # of the table beside its workers: head, what is left out, total
 def columns(standing: Standing) -> dict[str, str]:
     """What is shown of a worker, by the names of columns."""
     samples_per_s, steps_per_s = standing.samples_per_s, standing.steps_per_s
-    if standing.state == "done":
+    if standing.state in {"done", "stopped"}:
         samples_per_s, steps_per_s = standing.mean_rates
     rate, unit = (samples_per_s, "samples") if standing.total.samples else (steps_per_s, "steps")
     return {
-        "state": (standing.waiting or standing.state) + (f" (life {standing.lives})" if standing.lives > 1 else ""),
+        "state": standing.shown + (f" (life {standing.lives})" if standing.lives > 1 else ""),
         "step": f"{standing.now.step:,}",
         "speed": f"{rate:,.0f} {unit}/s",
         "loss": _NOTHING if standing.loss is None else f"{standing.loss:.4g}",

@@ -36,6 +36,11 @@ class Loop:
         place = find()
         self._run, self._has_restarted = place.run, place.restarts > 0
         self._last = _last_epoch(model)
+        if asked_limits().patience and not model.data.n_batch_val:
+            raise InvalidArgument(
+                f"--patience {asked_limits().patience} counts validations, but {type(model).__name__} has none "
+                "(data.n_batch_val is 0). Give it validation batches, or leave --patience out."
+            )
         self._snapshot_epochs = snapshot_epochs
         self._optimizer = None if isinstance(model.params, Mapping) else getattr(model, "optimizer", None)
         self._replica = worker.share(shareable(model.params), self._optimizer)
@@ -122,7 +127,8 @@ class Loop:
         found = self._validate(epoch)
         self._rows.append(self._recorder.finish({f"val_{name}": value for name, value in found.items()}))
         k = self._snapshot_epochs
-        if k and (epoch % k == 0 or epoch == self._last) and (self._worker.rank == 0 or not self._is_together):
+        is_first = self._worker.rank == (self._replica.members or (0,))[0]  # worker 0 may be lost
+        if k and (epoch % k == 0 or epoch == self._last) and (is_first or not self._is_together):
             self._keep(epoch)
 
     def _validate(self, epoch: int) -> Mapping[str, float]:

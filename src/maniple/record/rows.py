@@ -35,6 +35,7 @@ class _Joined(_Sound):
     worker: _Rank = 0
     live: Count = 0
     exit_code: _ExitCode | None = None
+    killed_after: Amount = 0.0
 
 
 class _Share(_Sound):

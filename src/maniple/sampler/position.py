@@ -5,8 +5,10 @@ before it copies the center. So a center holds all that was learned before its p
 who continues there repeats steps, and leaves out no sample. Leases have a table of their own (`table`).
 """
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,8 @@ import msgspec
 from maniple.record.folder import write_whole
 
 _FILE = "position-"
+_GONE, _DIVISION = "gone-", "division-"  # marks of workers that were given up; who shares a pass of validation
+_KEPT_DIVISIONS = 8  # passes by which the slowest worker may be behind the fastest
 # Beside them, two marks without content: when the last snapshot was begun, for which workers save what the center has
 # not; and that the run was resumed, and may continue with it.
 SAVES, RESUMED = "saves", "resumed"
@@ -34,6 +38,37 @@ class Position(msgspec.Struct):
     def write(self, segment: Path) -> None:
         """Write it down, in place of this worker's last one, whole or not at all."""
         write_whole(segment / f"{_FILE}{self.rank}", msgspec.json.encode(self))
+
+
+def give_up(segment: Path, rank: int) -> None:
+    """Worker `rank` does not come back."""
+    with suppress(OSError):  # no room in memory: positions are written no more, and `--resume` repeats more steps
+        (segment / f"{_GONE}{rank}").touch()
+
+
+def remaining(segment: Path, world: int) -> list[int]:
+    """The ranks, of `world`, that were not given up."""
+    gone = {path.name.removeprefix(_GONE) for path in segment.glob(f"{_GONE}*")}
+    return [rank for rank in range(world) if str(rank) not in gone]
+
+
+def divided(segment: Path, number: int, epoch: int, world: int) -> tuple[int, ...]:
+    """The ranks, of `world`, that divide a pass of sampler `number`: whoever begins it first decides for all.
+
+    Else a worker that is given up at that moment would be counted by some, and not by others.
+    """
+    path = segment / f"{_DIVISION}{number}-{epoch}"
+    try:
+        if not path.exists():
+            beside = path.with_name(f".{path.name}.{os.getpid()}")
+            beside.write_bytes(msgspec.json.encode(remaining(segment, world)))
+            with suppress(FileExistsError):
+                os.link(beside, path)  # whole, and only if nobody has decided meanwhile
+            beside.unlink()
+            (segment / f"{_DIVISION}{number}-{epoch - _KEPT_DIVISIONS}").unlink(missing_ok=True)
+        return tuple(msgspec.json.decode(path.read_bytes(), type=list[int]))
+    except OSError:  # no room in memory: as from the beginning
+        return tuple(range(world))
 
 
 def read(segment: Path) -> list[Position]:
@@ -63,7 +98,8 @@ def settle(segment: Path, positions: Sequence[Position], world: int) -> Position
     kept = {f"{_FILE}{position.rank}": position for position in (positions if one is None else [one])}
     for position in kept.values():
         position.write(segment)
-    for path in segment.glob(f"{_FILE}*"):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
+    for pattern in (_FILE, _GONE, _DIVISION):  # those who were given up are started again
+        for path in segment.glob(f"{pattern}*"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
     return one

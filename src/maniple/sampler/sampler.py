@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -153,11 +153,21 @@ class Shard(Order):
 
     All workers take equally many: the last `count % world` samples of an epoch's order are left out, others in
     each epoch. With `is_whole`, for validation, none is left out: shares may differ by one sample, and with fewer
-    samples than workers some are empty. Two runs of the same seed take the same samples. After `begin_at`, the passes
-    of earlier epochs are empty, and the first one that is not begins in the middle of its epoch.
+    samples than workers some are empty; `divide` gives the ranks that share a pass. Two runs of the same seed take the
+    same samples. After `begin_at`, the passes of earlier epochs are empty, and the first one that is not begins in the
+    middle of its epoch.
     """
 
-    def __init__(self, count: int, *, rank: int, world: int, is_whole: bool = False, **rest: Any) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        rank: int,
+        world: int,
+        is_whole: bool = False,
+        divide: Callable[[int], Sequence[int]] | None = None,
+        **rest: Any,
+    ) -> None:
         super().__init__(count, **rest)
         if count < world and not is_whole:
             raise InvalidArgument(
@@ -165,6 +175,7 @@ class Shard(Order):
                 "Use fewer workers or more data."
             )
         self._rank, self._world = rank, world
+        self._own_rank, self._divide = rank, divide
         self._is_whole = is_whole
         self._lead = Lead()
         self._begun = (0, 0)  # the epoch, and the place in its order, at which the newest pass has begun
@@ -204,6 +215,8 @@ class Shard(Order):
     def _chunks(self, epoch: int) -> Iterator[Indices]:
         if epoch < self.first_epoch:
             return
+        if self._divide is not None and self._own_rank in (ranks := self._divide(epoch)):
+            self._rank, self._world = ranks.index(self._own_rank), len(ranks)
         place = self._begun[1] if not self._share and epoch == self.first_epoch else 0
         places = self._places(place)
         self._share = len(places)

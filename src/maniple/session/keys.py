@@ -21,9 +21,9 @@ _NOW = {"sync_rule": "rule", "avg_freq": "every"}  # what older systems call it,
 OF_FOLDER = frozenset({
     "allocation", "bind", "circle_deadline", "controller_arg", "cpus_per_worker", "deterministic", "devices",
     "dry_run", "every", "gpus_per_worker", "host_deadline", "instances", "json", "keep", "leave_early", "max_batches",
-    "max_epochs", "max_simultaneous", "maximum_rate", "mem", "model_arg", "name", "partition", "patience", "producers",
-    "quiet", "restarts", "rule", "seed", "snapshot", "snapshot_epochs", "snapshot_every", "tls", "total_duration",
-    "validate_every", "walltime", "wire", "workers",
+    "max_epochs", "max_simultaneous", "maximum_rate", "mem", "min_workers", "model_arg", "name", "partition",
+    "patience", "producers", "quiet", "restarts", "rule", "seed", "snapshot", "snapshot_epochs", "snapshot_every",
+    "strict", "tls", "total_duration", "validate_every", "walltime", "wire", "workers",
 })  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from maniple.record import Row
 from maniple.record.times import PARTS
 from maniple.story.rows import ProgressRow, column
 
-BAD = frozenset({"failed", "dead", "lost"})  # states of those who have not come to their end
-_GONE = BAD | {"done", "ended"}
+BAD = frozenset({"failed", "dead", "lost", "killed"})  # states of those who have not come to their end
+_GONE = BAD | {"done", "stopped", "ended"}
 _MOST_STATES = 1000
 
 
@@ -76,6 +76,7 @@ class Standing:
     lives: int = 0
     waiting_for: list[int] = field(default_factory=list[int])  # the workers that it waits for, for a while already
     waiting_s: float = 0.0
+    killed_after_s: float = 0.0  # for how long it had been told to end when the launcher killed it
     states: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # since when
     _last: ProgressRow | None = None
 
@@ -97,6 +98,11 @@ class Standing:
         names = ", ".join(map(str, self.waiting_for)) or "others"
         who = f"workers {names}" if len(self.waiting_for) > 1 else f"worker {names}" if self.waiting_for else names
         return f"waiting for {who} ({self.waiting_s:.0f} s)"
+
+    @property
+    def shown(self) -> str:
+        """Its state in words."""
+        return self.waiting or (f"killed after {self.killed_after_s:.0f} s" if self.state == "killed" else self.state)
 
     @property
     def mean_rates(self) -> tuple[float, float]:

@@ -163,7 +163,10 @@ class Story:
         state = _ended(row) if kind == "exit" else _STATES.get(kind)
         if state is not None:
             self._told.add(int(row["worker"]))
-            self.worker(int(row["worker"])).turn(state, when)
+            standing = self.worker(int(row["worker"]))
+            standing.turn(state, when)
+            if kind == "exit":
+                standing.killed_after_s = float(row.get("killed_after", 0.0))
 
     def _begin(self, row: Row, when: float) -> None:
         """The host has begun, or begun again: nothing that was said of its workers before counts any more."""
@@ -264,6 +267,8 @@ def _ended(row: Row) -> str:
     exit_code = row.get("exit_code")
     if exit_code == 0:
         return "done"
+    if row.get("killed_after"):
+        return "killed"
     if row.get("died"):
         return "dead"
-    return "ended" if exit_code in _TOLD else "failed"
+    return "stopped" if row.get("stopped") or exit_code in _TOLD else "failed"

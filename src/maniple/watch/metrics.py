@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from maniple.story import Standing, Story
 
-STATES = ("queued", "starting", "training", "done", "ended", "failed", "dead", "lost")
+STATES = ("queued", "starting", "training", "done", "stopped", "ended", "failed", "killed", "dead", "lost")
 # Name, kind, help, and what it is of a worker; None is not told.
 _OF_WORKERS: tuple[tuple[str, str, str, Callable[[Standing], float | None]], ...] = (
     ("step", "gauge", "Steps of this life of the worker.", lambda one: one.now.step),

@@ -125,7 +125,7 @@ def _small(story: Story) -> dict[str, Any]:
 COLUMNS = (
     "state", "lives", "node", "step", "samples", "steps_per_s", "samples_per_s", "loss", "sync_share", "staleness",
     "cores", "memory_bytes", "bytes_per_s", "exchanges", "rounds", "bytes", "rule", "pace",
-    "measures_data", "waiting",
+    "measures_data", "shown",
 )  # fmt: skip
 
 

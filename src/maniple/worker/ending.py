@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 OnError = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
-# For so long a step that is under way may go on: who sends SIGTERM kills soon after, SIGUSR1 is sent well before.
-_STEP_S = {signal.SIGTERM: 1.0, signal.SIGUSR1: 20.0}
+# Grace period for the current step. Launchers and schedulers send SIGKILL 10 s or more after SIGTERM, and the last
+# exchange needs time as well. SIGUSR1 comes a minute before the end of the walltime.
+_STEP_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 20.0}
 
 
 class Ending:
@@ -50,7 +51,7 @@ class Ending:
         if any(replica.is_exchanging for replica in self._replicas) and not is_forked:
             return
         if is_first and self._replicas and not is_forked:
-            timer = threading.Timer(_STEP_S.get(signal.Signals(number), 1.0), os.kill, (self._pid, number))
+            timer = threading.Timer(_STEP_S.get(signal.Signals(number), 5.0), os.kill, (self._pid, number))
             timer.daemon = True
             timer.start()
             return

@@ -3,7 +3,7 @@
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -13,7 +13,7 @@ import msgspec
 from maniple.errors import InvalidArgument, say
 from maniple.place import Place
 from maniple.sampler import Order, Sampler, Shard, Terms, chunk_for
-from maniple.sampler.position import Position, of_worker, read
+from maniple.sampler.position import Position, divided, of_worker, read, remaining
 from maniple.worker.seat import Seat
 
 Kind = TypeVar("Kind", bound=Order)
@@ -78,7 +78,9 @@ class Samples:
         is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
         if static or seat is None or place.deterministic:
-            sampler = _kind(Shard)(count, rank=place.rank, world=place.world, is_whole=validation, **settings)
+            divide = self._divide(number, place) if validation else None  # what is trained on keeps its length
+            shares: dict[str, Any] = {"rank": place.rank, "world": place.world, "divide": divide}
+            sampler = _kind(Shard)(count, is_whole=validation, **shares, **settings)
             if not validation:
                 self._continue(number, sampler, count)
         else:
@@ -89,6 +91,18 @@ class Samples:
         if not validation:
             self._trained.append(sampler)
         return sampler
+
+    def _divide(self, number: int, place: Place) -> Callable[[int], Sequence[int]] | None:
+        """Among whom a sampler divides each pass, where the launcher may have given up workers."""
+        if self._segment is None or place.launcher != "maniple":
+            return None
+        segment, world = self._segment, place.world
+        return lambda epoch: divided(segment, number, epoch, world)
+
+    @property
+    def remaining(self) -> int:
+        """The workers of this run that were not given up."""
+        return self._world if self._segment is None else len(remaining(self._segment, self._world))
 
     def check_circle(self, circle: str) -> None:
         """Raise InvalidArgument if workers may have different numbers of batches in a circle that needs everybody."""
@@ -102,6 +116,11 @@ class Samples:
     def taken(self) -> int:
         """The samples handed out to be trained on, by all samplers."""
         return sum(sampler.taken for sampler in self._trained)
+
+    @property
+    def were_gone(self) -> bool:
+        """This worker has begun an epoch or more, and there was no sample left for it in any."""
+        return not self.taken and any(sampler.epoch for sampler in self._trained)
 
     @property
     def are_finished(self) -> bool:

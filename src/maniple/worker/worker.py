@@ -12,7 +12,7 @@ import numpy as np
 from maniple.adapters import Adapter, adapt, own_device
 from maniple.circle.calls import Calls
 from maniple.contracts import Center, Circle
-from maniple.errors import InvalidArgument
+from maniple.errors import InvalidArgument, say
 from maniple.feed.batches import DEFAULT, Batches, Feeds
 from maniple.layout import described
 from maniple.pace import Pace
@@ -164,7 +164,13 @@ class Worker(Calls):
         if self._seat is not None:
             center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
             self._events.write(
-                "share", rule=repr(rule), pace=repr(pace), wire=wire, created=is_creator, **described(adapter)
+                "share",
+                rule=repr(rule),
+                meets=rule.meets,
+                pace=repr(pace),
+                wire=wire,
+                created=is_creator,
+                **described(adapter),
             )
         replica = self._replica(adapter, center, rule, pace, wire)
         if save_optimizer:  # before it begins: those who are there already know more
@@ -274,6 +280,8 @@ class Worker(Calls):
             return
         self.has_left = True
         mark_joined(None)
+        if not self._has_failed and not self.is_hurried:
+            self._tell_if_late()
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
@@ -289,6 +297,15 @@ class Worker(Calls):
                 self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed)
         if not self._has_failed:
             self._optimizers.save()
+
+    def _tell_if_late(self) -> None:
+        """Say so if this worker came when nothing was left to do, rather than end silently without a step."""
+        if self._seat is None or not self._samples.were_gone or any(replica.steps for replica in self._replicas):
+            return
+        stop = "the run had ended" if self.is_over else self._seat.stop and f"the run was stopping ({self._seat.stop})"
+        reason = stop or "all samples had been handed out"
+        self._events.write("late", reason=reason)
+        say(f"worker {self.rank} made no step: {reason} when it joined")
 
     def _depart(self) -> None:
         """The script has ended."""
@@ -335,8 +352,9 @@ class Worker(Calls):
         """The center was brought up to date after a round of so many workers.
 
         A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
+        Those who were given up have no samples any more.
         """
-        if self._replicas and replica is self._replicas[0] and workers >= self.world:
+        if self._replicas and replica is self._replicas[0] and workers >= self._samples.remaining:
             self._samples.note(replica, is_common=True)
 
     def position(self, replica: Replica) -> Any:

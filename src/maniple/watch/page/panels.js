@@ -60,7 +60,7 @@ export class Workers {
     for (const one of workers) {
       const row = this.rows.get(one.rank) ?? this.#add(one.rank);
       const texts = [
-        (one.waiting || one.state) + (one.lives > 1 ? ` (life ${one.lives})` : ""), count(one.step), short(hasSamples ? one.samples_per_s : one.steps_per_s),
+        one.shown + (one.lives > 1 ? ` (life ${one.lives})` : ""), count(one.step), short(hasSamples ? one.samples_per_s : one.steps_per_s),
         number(one.loss), percent(one.sync_share), one.staleness === null ? "–" : one.staleness.toFixed(1), one.cores.toFixed(2), bytes(one.memory_bytes),
       ];
       texts.forEach((text, i) => put(row.cells[i + 1], text));

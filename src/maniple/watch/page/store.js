@@ -1,8 +1,8 @@
 // What is known of the run: everything first, then what is new. Times are seconds since the first worker began.
 
 export const CENTER = -1;
-export const BAD = new Set(["dead", "failed", "lost"]);
-export const GONE = new Set(["done", "ended", ...BAD]);
+export const BAD = new Set(["dead", "failed", "lost", "killed"]);
+export const GONE = new Set(["done", "stopped", "ended", ...BAD]);
 
 const EMPTY = new Float32Array(0);
 

@@ -45,7 +45,9 @@ const EVENTS = {
   returned: (row) => `came back; ${row.live} live`,
   left: (row) => `left; ${row.live} live`,
   lost: (row) => `was lost: ${row.reason ?? "it is silent"}`,
-  exit: (row) => (row.died ? `died, ${exit(row.exit_code)}` : `ended, ${exit(row.exit_code)}`),
+  "given up": (row) => `is given up, ${row.reason ?? "lost"}: the others continue`,
+  exit: (row) => (row.stopped ? "stopped" : row.killed_after ? `killed after ${Math.round(row.killed_after)} s` : row.died ? `died, ${exit(row.exit_code)}` : `ended, ${exit(row.exit_code)}`),
+  late: (row) => `made no step: ${row.reason} when it joined`,
   failed: (row) => `failed: ${row.error ?? ""}`,
   snapshot: (row) => `saved ${row.name}${row.asked_by ? `, asked by ${row.asked_by}` : ""}`,
   changed: (row) => (row.refused ? `refused ${settings(row)}: ${row.refused}` : `changed ${settings(row)}${row.asked_by ? `, by ${row.asked_by}` : ""}`),
@@ -70,6 +72,6 @@ export function told(row) {
     .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
   const text = EVENTS[row.event]?.(row) ?? `${row.event} ${rest()}`.trim();
   const isBad = row.died || ["lost", "failed", "server died", "unsaved", "handler failed"].includes(row.event)
-    || (["exit", "end"].includes(row.event) && !TOLD.has(row.exit_code)) || Boolean(row.refused);
+    || (["exit", "end"].includes(row.event) && !row.stopped && !TOLD.has(row.exit_code)) || Boolean(row.refused);
   return { who: row.worker === undefined ? "host" : `worker ${row.worker}`, text, isBad };
 }
