@@ -96,6 +96,35 @@ def test_a_script_that_never_joins_is_told_so(run):
     assert "without calling maniple.join()" in done.output
 
 
+def test_a_script_that_joins_and_shares_nothing_is_told_so(run):
+    done = run("import maniple; print(len(list(maniple.join().sampler(20))))", "-n", "2")
+    assert done.process.returncode == 0, done.output
+    (said,) = [line for line in done.output.splitlines() if "ended without sharing a model" in line]
+    assert "script0.py, on 2 workers," in said and "worker.share(model, optimizer)" in said
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        'worker.rank and worker.ask("next")',
+        "worker.all_reduce(1.0)",
+        'import numpy as np; maniple.Client().create(f"a{worker.rank}", np.zeros(3))',
+    ],
+)
+def test_a_script_that_uses_its_run_without_sharing_a_model_is_not_told_to_share(run, use):
+    done = run(f"import maniple; worker = maniple.join(); {use}", "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert "without sharing" not in done.output
+
+
+def test_workers_whose_data_nothing_divides_are_warned_once(run):
+    done = run(TRAINING.replace("3000", "5"), "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert done.output.count("nothing divides the data among them") == 1, "worker 0 says it, at its first step"
+    assert "sampler=worker.sampler(train)" in done.output and "maniple.join(own_data=True)" in done.output
+    assert [len(done.events(rank, "undivided")) for rank in (0, 1)] == [1, 0]
+
+
 def test_workers_with_different_models_are_told_the_parameter(run):
     done = run(
         """

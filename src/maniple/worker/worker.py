@@ -1,6 +1,7 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,14 @@ from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
-from maniple.worker.asked import check_center, check_return, is_in_step, settle
+from maniple.worker.asked import (
+    check_center,
+    check_return,
+    is_in_step,
+    settle,
+    tell_undivided,
+    tell_unshared,
+)
 from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
@@ -34,9 +42,10 @@ from maniple.worker.seat import take_seat
 from maniple.worker.stop import StopAfter
 
 _joined: "Worker | None" = None
+_SHARES_TOO = ("maniple.client", "maniple.pool")  # modules that are imported when the script first uses them
 
 
-def join(address: str | None = None) -> "Worker":
+def join(address: str | None = None, *, own_data: bool = False) -> "Worker":
     """Join the run that started this process; alone, a world of one. A second call gives the same worker.
 
     A process that a worker has started, such as a data loader's, is not part of the run: there it is InvalidArgument.
@@ -44,12 +53,16 @@ def join(address: str | None = None) -> "Worker":
     Args:
         address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
             (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
+        own_data: this script divides the data itself, by `worker.rank` say, or each worker makes its own, as in
+            reinforcement learning: there is no warning that nothing divides it.
     """
     global _joined  # noqa: PLW0603 - one process is one worker
     if address is None:
         refuse_inherited()
     if _joined is None or _joined.has_left:
         _joined = Worker(find(address=address))
+    if own_data:
+        _joined.has_own_data = True
     return _joined
 
 
@@ -60,7 +73,6 @@ class Worker(Calls):
         rank, world: the place among all workers, and their number at the start of the run.
         local_rank, local_world: the same on this machine.
         node: this machine's name.
-        seed: a seed of this rank's own.
         device: "cpu", "cuda:1" ...: as given to the launcher, else the GPU of this local rank, else the CPU.
     """
 
@@ -72,13 +84,14 @@ class Worker(Calls):
         place = place if self._seat is None else self._seat.place
         self.rank, self.world, self.node = place.rank, place.world, place.node
         self.local_rank, self.local_world = place.local_rank, place.local_world
-        self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
+        self._seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
-            seed_all(self.seed)
+            seed_all(self._seed)
         self._samples.settle_in(self._seat, place)
         segment = None if self._seat is None else self._seat.segment
         self._optimizers = Optimizers(place, None if segment is None else segment.path)
-        self.has_left = self._has_failed = False
+        self.has_left = self._has_failed = self._has_asked = self._is_division_checked = False
+        self.has_own_data = place.own_data
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
         self._stop: StopAfter | None = None
@@ -90,6 +103,12 @@ class Worker(Calls):
             self._events.write("join", **who, restarts=place.restarts)
             mark_joined(self.rank)
             watch_the_end(at_exit=self._depart, on_error=self._fail, on_signal=self._ending.hear)
+
+    @property
+    def seed(self) -> int:
+        """A seed of this rank's own. A script that uses it draws other batches in each worker."""
+        self.has_own_data = True
+        return self._seed
 
     @property
     def device(self) -> str:
@@ -246,6 +265,7 @@ class Worker(Calls):
         """
         if request.startswith("maniple-"):
             raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+        self._has_asked = True
         if request == "validated" and True in [replica.publish_validated() for replica in self._replicas]:
             info["published"] = True  # the center is what was validated: it, and no older one, is kept as the best
         if self._seat is not None:
@@ -274,6 +294,9 @@ class Worker(Calls):
             return
         self.has_left = True
         mark_joined(None)
+        idle = {"unshared": True} if self._is_idle and not (self._has_failed or self.is_hurried or self.is_over) else {}
+        if idle:
+            tell_unshared(self._place, None if self._seat is None else self._seat.segment)
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
@@ -286,7 +309,7 @@ class Worker(Calls):
             self._feeds.close()
             self._circles.close()
             if self._seat is not None:
-                self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed)
+                self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed, **idle)
         if not self._has_failed:
             self._optimizers.save()
 
@@ -312,6 +335,10 @@ class Worker(Calls):
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
         self._changing.mind(self._replicas)
+        if not self._is_division_checked:
+            self._is_division_checked = True
+            if not (self.has_own_data or self._samples.are_divided or self._feeds.is_used):
+                tell_undivided(self._place, self._events)
         if self._stop is not None:
             self._stop.stepped()
         if self._replicas and replica is self._replicas[0]:
@@ -346,6 +373,12 @@ class Worker(Calls):
     def continue_at(self, position: Any, rounds: int) -> None:
         """Begin with the samples where the others are, who have made so many rounds."""
         self._samples.continue_at(position, rounds)
+
+    @property
+    def _is_idle(self) -> bool:
+        """This worker has used nothing that is shared in its run; samples that it has leased do not count."""
+        is_used = self._has_asked or self._circles.is_used or self._feeds.is_used
+        return not (self._replicas or is_used or any(name in sys.modules for name in _SHARES_TOO))
 
     def _rest(self) -> None:
         """This worker waits for samples of others, who must not wait for it."""
