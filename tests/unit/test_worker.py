@@ -22,6 +22,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr(module, "watch_the_end", lambda **_: None)
     monkeypatch.setattr(module, "mark_joined", lambda rank: None)
     monkeypatch.setattr(module, "_joined", None)
+    monkeypatch.setattr(module, "_SHARES_TOO", ())  # other tests have imported them
 
     def joined(place: Place, **settings: Any) -> Worker:
         monkeypatch.setattr(module, "find", lambda address: place)
