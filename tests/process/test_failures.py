@@ -125,6 +125,36 @@ def test_workers_whose_data_nothing_divides_are_warned_once(run):
     assert [len(done.events(rank, "undivided")) for rank in (0, 1)] == [1, 0]
 
 
+def test_params_that_are_not_chosen_stay_each_workers_own(run):
+    done = run(
+        """
+        import numpy as np, maniple
+        worker = maniple.join(own_data=True)
+        model = {"body": np.zeros(3), "head": np.full(2, float(worker.rank))}
+        replica = worker.share(model, params=["b*"], rule=maniple.BSP())
+        gradients = {"body": np.full(3, float(worker.rank)), "head": np.full(2, 10.0 + worker.rank)}
+        replica.reduce(gradients)
+        for name in model: model[name] -= gradients[name]
+        replica.step()
+        worker.log(body=model["body"], head=model["head"])
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    assert list(done.center) == ["body"]
+    for rank in (0, 1):
+        (row,) = done.events(rank, "log")
+        assert row["body"] == [-0.5] * 3, "the mean of the workers' gradients"
+        assert row["head"] == [rank - 10.0 - rank] * 2, "its own value and gradient"
+
+
+def test_workers_that_choose_different_params_are_told_the_parameter(run):
+    script = "import numpy as np, maniple; w = maniple.join(); w.share({'a': np.zeros(2), 'b': np.zeros(3)}, params="
+    done = run(f"{script}['a' if w.rank else 'b'], rule=maniple.BSP())", "-n", "2")
+    assert done.process.returncode == 1
+    assert "this worker's parameter 0 is 'a' float64[2], but the center has 'b' float64[3]" in done.output
+
+
 def test_workers_with_different_models_are_told_the_parameter(run):
     done = run(
         """

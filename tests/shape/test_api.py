@@ -27,6 +27,7 @@ def test_share_takes_these_arguments():
         "pace",
         "wire",
         "state",
+        "params",
         "buffers",
         "lock",
         "stop",

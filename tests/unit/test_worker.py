@@ -1,4 +1,5 @@
-"""What a worker tells a person of: data that nothing divides, a model that is not shared."""
+"""What a worker tells a person of: data that nothing divides, a model that is not shared, questions
+that are none."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import maniple
+from maniple.errors import InvalidArgument
 from maniple.launch.beginning import place_of
 from maniple.launch.job import Job
 from maniple.place import Place
@@ -95,3 +97,47 @@ def test_arguments_with_the_rank_say_that_each_worker_has_its_own_data(tmp_path,
 def test_worker_of_another_launcher_that_shares_nothing_is_told_so_by_the_first(joined, capsys, place, is_told):
     joined(place).leave()
     assert ("this worker has ended without sharing a model" in capsys.readouterr().err) is is_told
+
+
+@pytest.mark.parametrize(
+    ("request_", "how"),
+    [
+        ({"done": 10}, r'worker\.ask\("next", done=10\)'),
+        ({"test_err": 0.5, "valid_err": 0.25}, r'worker\.ask\("test_err", test_err=0\.5, valid_err=0\.25\)'),
+        (None, r'worker\.ask\("next"\)'),
+        ({1: 2}, r'worker\.ask\("next"\)'),
+        ({}, r'worker\.ask\("next"\)'),
+    ],
+)
+def test_request_that_is_no_word_is_refused_with_what_to_write(joined, request_, how):
+    with pytest.raises(InvalidArgument, match=how):
+        joined(Place()).ask(request_)
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (lambda self, req: "train", r"Mine\.handle_control\(self, req\) cannot be called with three arguments"),
+        (lambda self, req, worker, info, more: 0, "missing a required argument: 'more'"),
+        (staticmethod(lambda request, worker, info: 0), "is a staticmethod"),
+        (7, "is a int"),
+    ],
+)
+def test_handler_with_another_signature_is_refused_where_it_is_defined(handler, said):
+    with pytest.raises(InvalidArgument, match=rf"{said}.*handle_control\(self, request, worker, info\)"):
+        type("Mine", (maniple.Controller,), {"handle_control": handler})
+
+
+def test_coroutine_is_no_handler():
+    with pytest.raises(InvalidArgument, match="is a coroutine"):
+
+        class Mine(maniple.Controller):
+            async def handle_control(self, request, worker, info): ...
+
+
+@pytest.mark.parametrize(
+    "handler", [lambda self, *args: 0, lambda self, req, rank, info=None: 0, lambda self, a, b, c, d=1: 0]
+)
+def test_handler_may_name_its_arguments_as_it_likes(handler):
+    kind = type("Mine", (maniple.Controller,), {"handle_control": handler})
+    assert type("Later", (kind,), {})().handle_control("next", 0, {}) == 0

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from maniple.adapters import Adapter, adapt, own_device
+from maniple.adapters import Adapter, Params, adapt, own_device
 from maniple.circle.calls import Calls
 from maniple.contracts import Center, Circle
 from maniple.errors import InvalidArgument
@@ -143,6 +143,7 @@ class Worker(Calls):
         pace: Pace | None = None,
         wire: str | None = None,
         state: Sequence[str] = (),
+        params: Params | None = None,
         buffers: bool = True,
         lock: bool = True,
         stop: StopAfter | None = None,
@@ -155,13 +156,16 @@ class Worker(Calls):
         with a rule that averages gradients, such as `BSP()`, it is preceded by one.
 
         Args:
-            model: a torch module, or a dict of NumPy arrays that are changed in place.
+            model: a torch module; its parameters, as a dict (`dict(model.named_parameters())`) or in a row
+                (`model.parameters()`); or a dict of NumPy arrays that are changed in place.
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
             wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
                 "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
+            params: which parameters are shared, the same for all workers: names and patterns (["head.*"]), or a
+                function of name and parameter. The others are each worker's own, under BSP with their gradients.
             buffers: share floating-point buffers too, such as batch-norm statistics. One that holds NaN or infinity,
                 such as a mask, stays each worker's own.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
@@ -174,7 +178,7 @@ class Worker(Calls):
         check_rule(self._place, rule)
         check_center(self._place, rule)
         self._stop = self._stop if stop is None else stop
-        adapter = adapt(model, optimizer, state=state, buffers=buffers)
+        adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         if adapter.local_buffers and not self._place.is_alone:
             names = ", ".join(map(repr, adapter.local_buffers))
             self._events.write("local buffers", names=list(adapter.local_buffers))
@@ -263,6 +267,8 @@ class Worker(Calls):
         An exception in the controller's handler is raised here as HandlerFailed, with its traceback; WaitedTooLong if
         no answer comes within `timeout_s`. A worker alone is answered by the default controller.
         """
+        if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a dict, in older systems
+            raise InvalidArgument(_no_request(request))
         if request.startswith("maniple-"):
             raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
         self._has_asked = True
@@ -402,3 +408,21 @@ class Worker(Calls):
     def end_if_told(self) -> None:
         """Follow a signal that came, if one did: after the step or the exchange that it fell into."""
         self._ending.follow()
+
+
+def _no_request(request: Any) -> str:
+    """What is wrong with a request that is no word, and how to write it."""
+    how = 'ask("next")'
+    if (
+        request
+        and isinstance(request, dict)
+        and all(isinstance(key, str) and key.isidentifier() for key in cast(Any, request))
+    ):
+        first = next(iter(cast(dict[str, Any], request)))
+        word = "next" if first == "done" else first  # how many batches were done goes along with the next question
+        info = ", ".join(f"{key}={value!r}" for key, value in cast(dict[str, Any], request).items())
+        how = f'ask("{word}", {info})'
+    return (
+        f"ask({request!r}) is no question: the request is a word, and what goes with it are keyword arguments, not a "
+        f"{type(request).__name__}. Write worker.{how}."
+    )
