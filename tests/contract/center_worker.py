@@ -4,8 +4,10 @@ python center_worker.py FOLDER
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,15 @@ def lock(job: Job, folder: Path) -> None:
     job.meet("count")
 
 
+def kept_out(job: Job) -> dict[str, Any]:
+    """The error of those who wait for the workers' lock, which rank 1 holds."""
+    with job.held(60) if job.rank == 1 else nullcontext():
+        job.meet("held")
+        said = error_of(lambda: job.held(0.05).__enter__()) if job.rank != 1 else ""
+        job.meet("waited")
+    return {"pid": os.getpid(), "said": said}
+
+
 def values(rank: Rank) -> list[float]:
     """The smallest and the largest value of each array."""
     return [float(one) for array in rank.params.values() for one in (array.min(), array.max())]
@@ -161,6 +172,7 @@ def main() -> None:
         "conserved": conserved(job),
         "waiting": waiting(job),
         "leases": leases(job),
+        "kept out": kept_out(job),
     }
     lock(job, folder)
     (folder / f"{job.rank}.json").write_text(json.dumps(said | {"count": int((folder / "count").read_text())}))

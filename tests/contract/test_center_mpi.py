@@ -96,6 +96,14 @@ def test_who_waits_too_long_for_a_lock_is_told_its_holder(said):
             assert "the lock of parameter 'w', held by worker 1" in one["waiting"]
 
 
+def test_timeout_of_the_workers_lock_names_its_holder_and_says_that_it_is_alive(said):
+    for rank, one in enumerate(said):
+        if rank != 1:
+            holder = said[1]["kept out"]["pid"]
+            assert f"Worker 1 (process {holder}) has held it since " in one["kept out"]["said"]
+            assert "and is alive" in one["kept out"]["said"]
+
+
 def test_each_chunk_of_an_epoch_goes_to_one_rank(said):
     chunk = {one["leases"]["chunk"] for one in said}
     assert len(chunk) == 1

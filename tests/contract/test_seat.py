@@ -1,6 +1,9 @@
 """A worker's seat at its host, where all begin together."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +13,10 @@ import pytest
 
 from maniple.adapters import adapt
 from maniple.center import Segment, Shared
+from maniple.center.locks import held_by
 from maniple.center.segment import DEAD, LIVE
 from maniple.contracts import Center
-from maniple.errors import PeerLost
+from maniple.errors import PeerLost, WaitedTooLong
 from maniple.place import Place
 from maniple.rules import BSP
 from maniple.worker import seat
@@ -88,3 +92,82 @@ def test_over_the_network_too_all_begin_with_the_values_of_worker_0(tmp_path):
     for one in seats:
         one.leave(is_early=False)
     serving.close()
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from maniple.center.locks import held_by
+with held_by(3, Path(sys.argv[1]), timeout_s=60):
+    if "--leak" in sys.argv:  # as a library does that starts processes without closing files
+        for number in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{number}") == sys.argv[1]:
+                os.set_inheritable(int(number), True)
+        print(os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ), flush=True)
+    else:
+        print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def holding(path: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that holds a lock as worker 3, and what it says of that."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), *options], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def waited_in_vain(path: Path) -> str:
+    with pytest.raises(WaitedTooLong) as caught, held_by(1, path, timeout_s=0.05):
+        pass
+    return str(caught.value)
+
+
+def test_timeout_of_the_workers_lock_tells_whether_its_holder_runs_or_is_stopped(tmp_path):
+    path = tmp_path / "lock"
+    process, _ = holding(path)
+    try:
+        said = waited_in_vain(path)
+        assert f"Worker 3 (process {process.pid}) has held it since " in said and "is alive" in said
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        said = waited_in_vain(path)
+        assert f"is stopped (SIGSTOP, Ctrl-Z). Continue it with `kill -CONT {process.pid}`" in said
+    finally:
+        process.kill()
+        process.communicate()
+    with held_by(1, path, timeout_s=10):  # what the killed one has recorded holds no longer
+        assert "Worker 1" in waited_in_vain(path)
+        assert "is this very worker: the lock cannot be taken twice" in waited_in_vain(path)
+
+
+def test_timeout_of_the_workers_lock_tells_of_a_holder_that_has_ended_and_left_it_to_a_child(tmp_path):
+    path = tmp_path / "lock"
+    process, child = holding(path.resolve(), "--leak")
+    try:
+        process.kill()
+        process.wait(60)
+        said = waited_in_vain(path)
+        assert f"process {process.pid}" in said and "has ended, but a process that it had started keeps" in said
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+def test_timeout_of_the_workers_lock_names_a_holder_that_reached_its_host_by_network(tmp_path):
+    serving = Serving(tmp_path, world=2)
+    place = Place(
+        world=2, segment=tmp_path / "elsewhere", address=str(serving.address), token=TOKEN, launcher="maniple"
+    )
+    seats = [Far(place.told(rank=rank, node="elsewhere"), lambda: (0, 0, False)) for rank in (0, 1)]
+    try:
+        with (
+            seats[1].lock(1),
+            pytest.raises(WaitedTooLong, match=rf"Worker 1 \(process {os.getpid()}\) has held it since"),
+            seats[0].lock(0.05),
+        ):
+            pass
+    finally:
+        for one in seats:
+            one.leave(is_early=False)
+        serving.close()

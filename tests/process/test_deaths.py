@@ -180,4 +180,7 @@ def test_a_dead_holder_gives_the_workers_lock_back(run):
     )  # fmt: skip
     assert done.process.returncode == 0, done.output
     assert "for the workers' lock (limit 0.1 s)" in done.log(1)
+    holder = done.events(0, "join")[0]["pid"]
+    assert f"Worker 0 (process {holder}) has held it since " in done.log(1), "the timeout names the holder"
+    assert "and is alive. Look at what it does in its `with worker.lock():`, or raise timeout_s." in done.log(1)
     assert "got it" in done.log(1)

@@ -96,6 +96,65 @@ def test_a_script_that_never_joins_is_told_so(run):
     assert "without calling maniple.join()" in done.output
 
 
+def test_a_script_that_joins_and_shares_nothing_is_told_so(run):
+    done = run("import maniple; print(len(list(maniple.join().sampler(20))))", "-n", "2")
+    assert done.process.returncode == 0, done.output
+    (said,) = [line for line in done.output.splitlines() if "ended without sharing a model" in line]
+    assert "script0.py, on 2 workers," in said and "worker.share(model, optimizer)" in said
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        'worker.rank and worker.ask("next")',
+        "worker.all_reduce(1.0)",
+        'import numpy as np; maniple.Client().create(f"a{worker.rank}", np.zeros(3))',
+    ],
+)
+def test_a_script_that_uses_its_run_without_sharing_a_model_is_not_told_to_share(run, use):
+    done = run(f"import maniple; worker = maniple.join(); {use}", "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert "without sharing" not in done.output
+
+
+def test_workers_whose_data_nothing_divides_are_warned_once(run):
+    done = run(TRAINING.replace("3000", "5"), "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert done.output.count("nothing divides the data among them") == 1, "worker 0 says it, at its first step"
+    assert "sampler=worker.sampler(train)" in done.output and "maniple.join(own_data=True)" in done.output
+    assert [len(done.events(rank, "undivided")) for rank in (0, 1)] == [1, 0]
+
+
+def test_params_that_are_not_chosen_stay_each_workers_own(run):
+    done = run(
+        """
+        import numpy as np, maniple
+        worker = maniple.join(own_data=True)
+        model = {"body": np.zeros(3), "head": np.full(2, float(worker.rank))}
+        replica = worker.share(model, params=["b*"], rule=maniple.BSP())
+        gradients = {"body": np.full(3, float(worker.rank)), "head": np.full(2, 10.0 + worker.rank)}
+        replica.reduce(gradients)
+        for name in model: model[name] -= gradients[name]
+        replica.step()
+        worker.log(body=model["body"], head=model["head"])
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    assert done.process.returncode == 0, done.output
+    assert list(done.center) == ["body"]
+    for rank in (0, 1):
+        (row,) = done.events(rank, "log")
+        assert row["body"] == [-0.5] * 3, "the mean of the workers' gradients"
+        assert row["head"] == [rank - 10.0 - rank] * 2, "its own value and gradient"
+
+
+def test_workers_that_choose_different_params_are_told_the_parameter(run):
+    script = "import numpy as np, maniple; w = maniple.join(); w.share({'a': np.zeros(2), 'b': np.zeros(3)}, params="
+    done = run(f"{script}['a' if w.rank else 'b'], rule=maniple.BSP())", "-n", "2")
+    assert done.process.returncode == 1
+    assert "this worker's parameter 0 is 'a' float64[2], but the center has 'b' float64[3]" in done.output
+
+
 def test_workers_with_different_models_are_told_the_parameter(run):
     done = run(
         """

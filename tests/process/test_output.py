@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 
 STEPS = 50
 PRINTING = (
-    BEGIN
+    BEGIN.replace("maniple.join()", "maniple.join(own_data=True)")
     + f"""
     for step in range({STEPS}):
         train()

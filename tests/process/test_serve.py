@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 TRAINING = """
     import sys, time
     import numpy as np, maniple
-    worker = maniple.join()
+    worker = maniple.join(own_data=True)
     params = {"w": np.zeros(5000, "float32"), "b": np.zeros(3)}
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
     for _ in range(int(sys.argv[1])):

@@ -27,12 +27,13 @@ def test_share_takes_these_arguments():
         "pace",
         "wire",
         "state",
+        "params",
         "buffers",
         "lock",
         "stop",
         "save_optimizer",
     ]
-    assert list(inspect.signature(maniple.join).parameters) == ["address"]
+    assert list(inspect.signature(maniple.join).parameters) == ["address", "own_data"]
 
 
 def test_clients_offer_these_calls():

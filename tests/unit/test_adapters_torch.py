@@ -213,7 +213,7 @@ def test_module_without_parameters_is_refused():
         Layout(adapt(nn.ReLU()).entries)
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_parameter_that_cannot_be_averaged_is_refused_by_name(dtype):
     module = nn.Module()
     module.odd = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)), requires_grad=False)
@@ -577,3 +577,143 @@ def test_forward_passes_in_training_mode_are_told_of_and_copies_tell_nothing():
     undo()
     module(x)
     assert told == [True] and not module._forward_pre_hooks
+
+
+# What is shared
+
+
+def names_of(model, **settings) -> list[str]:
+    return [entry.name for entry in adapt(model, **settings).entries]
+
+
+def model_of_two() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Linear(2, 1))
+
+
+ALL = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (lambda model: dict(model.named_parameters()), ALL),
+        (lambda model: model.named_parameters(), ALL),
+        (lambda model: model.parameters(), ["0", "1", "2", "3"]),
+        (lambda model: list(model.parameters())[2:], ["0", "1"]),
+        (lambda model: model.state_dict(), ALL),
+    ],
+    ids=["dict", "named", "iterator", "list", "state_dict"],
+)
+def test_parameters_are_shared_without_their_module(given, names):
+    model = model_of_two()
+    adapter = adapt(given(model))
+    assert [entry.name for entry in adapter.entries] == names
+    adapter.begin()
+    adapter.array(len(names) - 1)[:] = 7
+    adapter.commit(len(names) - 1)
+    assert model[1].bias.tolist() == [7], "the model's own memory"
+
+
+def test_gradients_of_parameters_without_their_module_are_averaged():
+    model = model_of_two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = placed(adapt(dict(model.named_parameters()), optimizer).gradients(norm="averaged"))
+    train(model, optimizer)
+    gradients.collect()
+    gradients.deliver()
+    assert [entry.name for entry in gradients.layout.entries[:4]] == ALL
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda model: [{"params": list(model.parameters())}], "item 0 is a dict.*Pass the model"),
+        (lambda model: {"w": np.zeros(3), "t": torch.zeros(2)}, "'w' is a ndarray.*tensors or NumPy arrays"),
+        (lambda model: [np.zeros(3)], "item 0 is a ndarray.*dict from names"),
+        (lambda model: [], "has no parameter"),
+        (lambda model: iter(()), "has no parameter"),
+    ],
+)
+def test_what_is_no_collection_of_parameters_is_refused_with_what_to_pass(given, reason):
+    with pytest.raises(InvalidArgument, match=reason):
+        adapt(given(model_of_two()))
+
+
+def test_integer_parameters_stay_each_workers_own():
+    """Keras on torch keeps its random state and counters in parameters that are not trained."""
+    model = model_of_two()
+    model.seed = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+    model.flag = nn.Parameter(torch.tensor(True), requires_grad=False)
+    model.rate = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+    assert sorted(names_of(model)) == sorted([*ALL, "rate"])
+    assert sorted(names_of(dict(model.named_parameters()))) == sorted([*ALL, "rate"])
+    gradients = adapt(model).gradients(norm="averaged")
+    assert [entry.name for entry in gradients.layout.entries[:-1]] == ALL
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        (["1.weight"], ["1.weight"]),
+        ("1.*", ["1.weight", "1.bias"]),
+        (["*.bias", "0.weight"], ["0.weight", "0.bias", "1.bias"]),
+        (lambda name, p: p.ndim == 1, ["0.bias", "1.bias"]),
+    ],
+)
+def test_params_chooses_what_is_shared(params, names):
+    assert names_of(model_of_two(), params=params) == names
+    assert names_of(dict(model_of_two().named_parameters()), params=params) == names
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (["1.wieght"], r"'1\.wieght'.*4 parameters.*Did you mean '1\.weight'\?"),
+        (["head.*"], r"'head\.\*'.*0\.weight"),
+        ([], "chooses none of the 4 parameters"),
+        (lambda name, p: False, "chooses none of the 4 parameters"),
+        (lambda name: True, r"params=.*cannot be called with a name and a parameter"),
+        (7, "params=7.*names, patterns or a function"),
+    ],
+)
+def test_params_that_choose_nothing_or_what_is_not_there_are_refused(params, reason):
+    with pytest.raises(InvalidArgument, match=reason):
+        adapt(model_of_two(), params=params)
+
+
+def test_params_chooses_arrays_too():
+    arrays = {"w": np.zeros(3), "step": np.zeros(1, np.int64), "b": np.zeros(2)}
+    assert names_of(arrays, params=["w", "b"]) == ["w", "b"]
+    with pytest.raises(InvalidArgument, match=r"'v'.*3 parameters"):
+        adapt(arrays, params=["v"])
+
+
+def test_gradients_of_parameters_that_are_not_chosen_stay_local():
+    model = model_of_two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    adapter = adapt(model, optimizer, params="1.*")
+    gradients = placed(adapter.gradients(norm="averaged"))
+    model(torch.ones(1, 3)).sum().backward()
+    local = model[0].weight.grad.clone()
+    gradients.collect()
+    for vector in gradients.flat.values():
+        vector *= 2
+    gradients.deliver()
+    assert torch.equal(model[0].weight.grad, local)
+    assert [entry.name for entry in gradients.layout.entries[:2]] == ["1.weight", "1.bias"]
+    optimizer.step()
+    averaged = []
+    adapter.settle_moments("average", lambda x, counts: averaged.append(x.size), lambda mine: [mine])
+    assert averaged == [2, 1], "only the moments of what is shared"
+    adapter.settle_moments("reset", None, None)
+    assert optimizer.state[model[0].weight]["momentum_buffer"].any()
+    assert not optimizer.state[model[1].weight]["momentum_buffer"].any()
+
+
+def test_state_of_parameters_that_are_not_chosen_is_not_shared():
+    model = model_of_two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert names_of(model, optimizer=optimizer, state=("momentum_buffer",), params=["1.bias"]) == [
+        "1.bias",
+        "momentum_buffer.1.bias",
+    ]

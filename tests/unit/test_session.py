@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from maniple.cli import cli
 from maniple.errors import InvalidArgument
+from maniple.rules import parse_rule
 from maniple.session import Configured
 from maniple.session.keys import OF_FOLDER, option_keys
 from tests.conftest import require
@@ -272,6 +273,30 @@ def test_words_of_older_systems_are_translated_and_told():
     assert "maniple:" not in call(cli, "run", "-q", "--show-settings", "session.yaml")
     rows = shown("session.yaml")
     assert (rows["rule"], rows["every"]) == (("EASGD", "session.yaml:2"), ("2", "session.yaml:3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("sync_rule: BSP\navg_freq: 2", "localsgd:k=2"),
+        ("rule: bsp\navg_freq: 2", "localsgd:k=2"),
+        ("sync_rule: bsp:norm=local\navg_freq: 3", "bsp:average=parameters,every=3,norm=local"),
+    ],
+)
+def test_bsp_with_an_avg_freq_averages_parameters_every_so_many_steps(words, rule):
+    write("session.yaml", f"script: a.py\n{words}")
+    rows = shown("session.yaml")
+    assert (rows["rule"][0], rows["every"][0]) == (rule, "-")
+    meant = parse_rule(rows["rule"][0])
+    assert meant.meets == "values" and meant.every == int(words[-1])
+    said = call(cli, "run", "--show-settings", "session.yaml")
+    assert f"averages parameters every {words[-1]} steps: it is read as rule: {rule}" in said
+
+
+def test_bsp_with_an_avg_freq_of_1_averages_gradients_at_each_step():
+    write("session.yaml", "script: a.py\nsync_rule: BSP\navg_freq: 1")
+    rows = shown("session.yaml")
+    assert (rows["rule"][0], rows["every"][0]) == ("BSP", "1")
 
 
 def test_rule_of_older_systems_that_is_not_there_gives_the_ordinary_error():

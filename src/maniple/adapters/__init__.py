@@ -1,11 +1,11 @@
 """The adapters: a framework's model seen as named flat arrays (`contracts.Model`)."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
-from maniple.adapters.arrays import Arrays, Average, Gather
+from maniple.adapters.arrays import Arrays, Average, Gather, Params
 from maniple.contracts import Array, Model, Part
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
@@ -124,32 +124,43 @@ class InBuckets(Flat, Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
-def adapt(model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True) -> Adapter:
+def adapt(
+    model: Any, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True, params: Params | None = None
+) -> Adapter:
     """See `model` as named flat arrays.
 
     Args:
-        model: a dict of NumPy arrays, changed in place, or a torch module.
+        model: a dict of NumPy arrays, changed in place; a torch module; or torch parameters: a dict of them, a list,
+            `model.parameters()`.
         optimizer: the torch optimizer that trains it, if any.
         state: names of optimizer state to share too, such as "momentum_buffer" or "exp_avg".
         buffers: share floating-point buffers too, such as batch-norm statistics.
+        params: which parameters are shared: names, patterns such as "head.*", or a function of name and parameter.
     """
+    # A torch module can only exist where torch was imported already: nothing is imported here for others.
+    torch = sys.modules.get("torch")
+    if torch is not None and (isinstance(model, torch.nn.Module) or _holds_tensors(model, torch.Tensor)):
+        from maniple.adapters.torch import Module
+
+        return Module(model, optimizer, state=state, buffers=buffers, params=params)
     if isinstance(model, Mapping):
         if optimizer is not None or state:
             raise InvalidArgument(
                 "a dict of arrays has no optimizer to hook, but one was given. "
                 "Leave `optimizer` and `state` out, and call replica.step() after each update."
             )
-        return Arrays(cast(Mapping[str, Any], model))
-    # A torch module can only exist where torch was imported already: nothing is imported here for others.
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model, torch.nn.Module):
-        from maniple.adapters.torch import Module
-
-        return Module(model, optimizer, state=state, buffers=buffers)
+        return Arrays(cast(Mapping[str, Any], model), params=params)
     raise InvalidArgument(
         f"a model of type {type(model).__module__}.{type(model).__qualname__} cannot be shared. "
-        "Pass a torch.nn.Module, or a dict from names to NumPy arrays."
+        "Pass a torch.nn.Module, its parameters, or a dict from names to NumPy arrays."
     )
+
+
+def _holds_tensors(model: Any, tensor: type) -> bool:
+    """It is a collection of torch parameters, or perhaps meant as one: an iterator is not looked into."""
+    if isinstance(model, Mapping):
+        return any(isinstance(value, tensor) for value in cast(Mapping[Any, Any], model).values())
+    return isinstance(model, Iterable) and not isinstance(model, tensor | str | bytes) and not hasattr(model, "dtype")
 
 
 def own_device(number: int) -> str:

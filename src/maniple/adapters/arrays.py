@@ -1,5 +1,7 @@
 """A dict of NumPy arrays as a model. The arrays are changed in place."""
 
+import difflib
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,50 @@ from maniple.layout import Layout, flat_dtype
 
 Average = Callable[[Array, bool], None]  # averages an array over the workers in place; False: without one's own
 Gather = Callable[[bytes], list[bytes]]  # what each worker says
+Params = str | Iterable[str] | Callable[[str, Any], bool]  # names and patterns, or who says it of a name and a value
+
+
+def choose(named: Mapping[str, Any], params: Params | None) -> set[str]:
+    """The names of the parameters that are to be shared; all of them for None."""
+    if params is None:
+        return set(named)
+    if callable(params):
+        try:
+            chosen = {name for name, value in named.items() if params(name, value)}
+        except TypeError as error:
+            raise InvalidArgument(
+                f"params={params!r} cannot be called with a name and a parameter: {error}. Write for instance "
+                "params=lambda name, p: p.requires_grad."
+            ) from error
+    else:
+        words: list[Any] = [params] if isinstance(params, str) or not hasattr(params, "__iter__") else list(params)
+        if not all(isinstance(word, str) for word in words):
+            raise InvalidArgument(
+                f"params={params!r} chooses nothing: names, patterns or a function of name and parameter do. Write for "
+                'instance params=["head.*"].'
+            )
+        chosen = {name for word in words for name in _matching(word, named)}
+    if not chosen:
+        raise InvalidArgument(
+            f"params={params!r} chooses none of the {len(named)} parameters ({_some(named)}), and at least 1 must be "
+            "shared. Choose others, or leave it out to share all."
+        )
+    return chosen
+
+
+def _matching(word: str, named: Mapping[str, Any]) -> list[str]:
+    if found := [word] if word in named else fnmatch.filter(named, word):
+        return found
+    near = difflib.get_close_matches(word, named, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "Give a name, or a pattern such as 'head.*'."
+    raise InvalidArgument(
+        f"params= has {word!r}, which is none of the {len(named)} parameters ({_some(named)}). {hint}"
+    )
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 
 
 class Arrays:
@@ -19,14 +65,17 @@ class Arrays:
     The dict is looked up anew in each pass, so `params["w"] = new` works as well as `params["w"] -= step`.
     """
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: Mapping[str, Any], *, params: Params | None = None) -> None:
         self._arrays = arrays
+        chosen = choose({str(name): value for name, value in arrays.items()}, params)
         self.entries: list[Entry] = []
         self._dtypes: list[tuple[np.dtype[Any], np.dtype[Any]]] = []  # here, and in the flat vector
         self._staged: dict[int, Array] = {}
         seen: set[int] = set()
         self._keys: list[Any] = []
         for name, value in arrays.items():
+            if str(name) not in chosen:
+                continue
             if not isinstance(value, np.ndarray):
                 raise InvalidArgument(
                     f"{name!r} is a {type(value).__name__}, but a model given as a dict holds NumPy arrays, "

@@ -7,7 +7,7 @@ The last parameters have their gradients first. A bucket is given away when it a
 left when the pass ends, such as parameters that were not used, is brought by `collect`.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,9 @@ class Buckets(Gradients):
         *,
         buffers: Mapping[str, Callable[[], Tensor]],
         trained: Callable[[], Iterable[Tensor]],
+        local: Set[str] = frozenset(),
     ) -> None:
-        super().__init__(module, buffers=buffers, trained=trained)
+        super().__init__(module, buffers=buffers, trained=trained, local=local)
         size_bytes = _SIZE_BYTES.get(self._parameters[0].device.type, _SIZE_BYTES["cpu"])
         self._buckets = self._cut(size_bytes)
         self._bucket_of = {i: k for k, bucket in enumerate(self._buckets) for i in bucket}

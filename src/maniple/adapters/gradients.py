@@ -9,7 +9,7 @@ has left: a buffer that no worker has changed is a constant, which must not be r
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -32,11 +32,17 @@ class Gradients:
         *,
         buffers: Mapping[str, Callable[[], Tensor]],
         trained: Callable[[], Iterable[Tensor]],
+        local: Set[str] = frozenset(),
     ) -> None:
-        """`buffers` look up those that are averaged: a module may replace them while it trains."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        """`buffers` look up those that are averaged: a module may replace them while it trains. The gradients of
+        parameters with `local` names are each worker's own."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in local]
         if not named:
-            raise InvalidArgument("no parameter of the model requires a gradient (0, at least 1 is needed).")
+            raise InvalidArgument(
+                "no parameter that is shared requires a gradient (0, at least 1 is needed). Unfreeze one, or average "
+                "parameters: LocalSGD(k)."
+            )
+        self._local = local
         self._module, self._trained = module, trained
         self._parameters = [p for _, p in named]
         self._known = {id(p) for p in self._parameters}
@@ -53,6 +59,8 @@ class Gradients:
         for parameter in [p for p in self._trained() if id(p) not in self._known]:
             if parameter.grad is not None:
                 names = {id(p): name for name, p in self._module.named_parameters()}
+                if names.get(id(parameter)) in self._local:
+                    continue
                 raise InvalidArgument(
                     f"{names.get(id(parameter), 'a parameter of the optimizer')!r} has a gradient that is not "
                     "averaged: it did not require one, or was no part of the model, when that was shared. Share the "

@@ -1,5 +1,6 @@
 """The state of a torch optimizer as named arrays and plain values, without pickle."""
 
+from collections.abc import Set
 from typing import Any, cast
 
 import msgspec
@@ -35,10 +36,15 @@ def packed(optimizer: Optimizer) -> tuple[dict[str, Array], Plain]:
     return arrays, plain
 
 
-def moments(optimizer: Optimizer) -> dict[tuple[int, str], Tensor]:
-    """The floating-point state that has its parameter's shape, by the parameter's number and the state's name."""
+def moments(optimizer: Optimizer, local: Set[int] = frozenset()) -> dict[tuple[int, str], Tensor]:
+    """The floating-point state that has its parameter's shape, by the parameter's number and the state's name.
+
+    `local` are the ids of parameters whose state is each worker's own.
+    """
     found: dict[tuple[int, str], Tensor] = {}
     for number, parameter in enumerate(_parameters(optimizer)):
+        if id(parameter) in local:
+            continue
         known: dict[str, Any] = optimizer.state.get(parameter, {})
         for key in sorted(known):
             value = known[key]
@@ -48,13 +54,13 @@ def moments(optimizer: Optimizer) -> dict[tuple[int, str], Tensor]:
     return found
 
 
-def average_moments(optimizer: Optimizer, average: Average, gather: Gather) -> None:
-    """Average the moments of each parameter over the workers that have some.
+def average_moments(optimizer: Optimizer, average: Average, gather: Gather, local: Set[int] = frozenset()) -> None:
+    """Average the moments of each parameter, but for `local` ones, over the workers that have some.
 
     Optimizers make a parameter's state with its first gradient, so workers that train different layers have different
     state: all say first which they have. Who has none, or none that is finite, takes part without weight.
     """
-    own, parameters = moments(optimizer), _parameters(optimizer)
+    own, parameters = moments(optimizer, local), _parameters(optimizer)
     mine = [(number, key, _flat_dtype(tensor)) for (number, key), tensor in own.items()]
     said = [msgspec.json.decode(one, type=list[tuple[int, str, str]]) for one in gather(msgspec.json.encode(mine))]
     for number, key, dtype in sorted({one for each in said for one in each}):

@@ -8,8 +8,8 @@ where one pinned host buffer takes the whole model in asynchronous copies.
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from maniple.adapters.arrays import Average, Gather
+from maniple.adapters.arrays import Average, Gather, Params, choose
 from maniple.adapters.buckets import Buckets
 from maniple.adapters.gradients import Gradients
 from maniple.adapters.moments import average_moments, moments, packed, unpack
@@ -31,11 +31,21 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 class Module:
-    """A torch module; tied parameters are counted once."""
+    """A torch module, or parameters without one; tied parameters are counted once.
+
+    Whole numbers, such as the random state that Keras keeps in parameters, have no mean: they stay each worker's own.
+    """
 
     def __init__(
-        self, module: nn.Module, optimizer: Any = None, *, state: Sequence[str] = (), buffers: bool = True
+        self,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        state: Sequence[str] = (),
+        buffers: bool = True,
+        params: Params | None = None,
     ) -> None:
+        module = model if isinstance(model, nn.Module) else Listed(model)
         _refuse_wrapped(module)
         self._module = module
         self._optimizer = _checked(optimizer)
@@ -46,7 +56,13 @@ class Module:
         self.entries: list[Entry] = []
         # Values may be replaced while training (`module.weight = ...`, load_state_dict(assign=True)), so they
         # are looked up by name in each pass.
-        parameters = {name: (_lookup(module, name), value) for name, value in module.named_parameters()}
+        names = dict(module.named_parameters(remove_duplicate=False))
+        chosen = {id(names[name]) for name in choose(names, params)}
+        parameters = {
+            name: (_lookup(module, name), value)
+            for name, value in module.named_parameters()
+            if id(value) in chosen and (value.is_floating_point() or value.is_complex() or is_lazy(value))
+        }
         for name, (lookup, parameter) in parameters.items():
             if is_lazy(parameter):
                 raise InvalidArgument(
@@ -55,6 +71,8 @@ class Module:
                 )
             self._append(name, parameter, lookup)
         self.parameter_count = len(self.entries)
+        self._shared_names = set(parameters)
+        self._local_names = {name for name, _ in module.named_parameters()} - self._shared_names
         self.local_buffers: list[str] = []
         for name, buffer in module.named_buffers() if buffers else ():
             if buffer.is_floating_point() and not buffer.isfinite().all():  # a mask of -inf, which has no mean
@@ -156,11 +174,11 @@ class Module:
 
     def gradients(self, *, norm: str) -> Gradients:
         """The gradients as flat vectors."""
-        return Gradients(self._module, buffers=self._averaged(norm), trained=self._trained)
+        return Gradients(self._module, buffers=self._averaged(norm), trained=self._trained, local=self._local_names)
 
     def buckets(self, *, norm: str) -> Buckets:
         """The same, in parts that are complete one after the other."""
-        return Buckets(self._module, buffers=self._averaged(norm), trained=self._trained)
+        return Buckets(self._module, buffers=self._averaged(norm), trained=self._trained, local=self._local_names)
 
     def _averaged(self, norm: str) -> dict[str, Callable[[], Tensor]]:
         return {self.entries[i].name: functools.partial(self._tensor, i) for i in self.averaged_buffers(norm)}
@@ -178,8 +196,8 @@ class Module:
         news = [p for p in self._trained() if p.grad is not None and not self._is_known(p)]
         if news:
             names = {id(p): name for name, p in self._module.named_parameters()}
-            shared = {entry.name for entry in self.entries[: self.parameter_count]}
-            if unknown := [p for p in news if names.get(id(p)) not in shared]:
+            known = self._shared_names | self._local_names
+            if unknown := [p for p in news if names.get(id(p)) not in known]:
                 raise InvalidArgument(
                     f"{names.get(id(unknown[0]), 'a parameter of the optimizer')!r} is trained but not shared: it was "
                     f"added to the optimizer after share(), where the model had {self.parameter_count} parameters. "
@@ -195,7 +213,7 @@ class Module:
     @property
     def device(self) -> str:
         """The GPU on which all parameters lie, else the CPU."""
-        found = {str(p.device) for p in self._module.parameters()}
+        found = {str(p.device) for name, p in self._module.named_parameters() if name in self._shared_names}
         return found.pop() if len(found) == 1 and all(name.startswith("cuda") for name in found) else "cpu"
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Callable[[], None]:
@@ -221,10 +239,11 @@ class Module:
         """Average the optimizer's moments, or set them to zero; each worker may also keep its own."""
         if self._optimizer is None or momentum == "keep":
             return
+        local = {id(p) for name, p in self._module.named_parameters() if name in self._local_names}
         if momentum == "average":
-            average_moments(self._optimizer, average, gather)
+            average_moments(self._optimizer, average, gather, local)
             return
-        for tensor in moments(self._optimizer).values():
+        for tensor in moments(self._optimizer, local).values():
             tensor.zero_()
 
     def begin(self) -> None:
@@ -350,7 +369,51 @@ def _pinned(size: int, dtype: str) -> Tensor:
         return torch.empty(size, dtype=getattr(torch, dtype))
 
 
+class Listed(nn.Module):
+    """Parameters that were given without their module, by name or in a row."""
+
+    def __init__(self, given: Mapping[str, Any] | Iterable[Any]) -> None:
+        super().__init__()
+        kind, is_row = type(given), not isinstance(given, Mapping)
+        if is_row:
+            items = list(cast(Iterable[Any], given))
+            is_named = bool(items) and all(isinstance(one, tuple) and len(cast(Any, one)) == 2 for one in items)
+            given = dict(items) if is_named else {str(i): one for i, one in enumerate(items)}
+        self.given = cast(Mapping[str, Any], given)
+        if not self.given:
+            raise InvalidArgument(
+                f"a {kind.__name__} that has no parameter cannot be shared (0, at least 1 is needed). Pass the model; "
+                "a generator such as model.parameters() is empty once something has gone through it."
+            )
+        for name, value in self.given.items():
+            if isinstance(value, Tensor):
+                continue
+            if is_row:
+                raise InvalidArgument(
+                    f"a model of type {kind.__module__}.{kind.__qualname__} cannot be shared: item {name} is a "
+                    f"{type(value).__name__}, and no torch parameter. Pass the model, its parameters(), or a dict from "
+                    "names to NumPy arrays."
+                )
+            raise InvalidArgument(
+                f"{name!r} is a {type(value).__name__}, and others are torch tensors. A dict that is shared holds "
+                "torch tensors or NumPy arrays, and not both: share two dicts."
+            )
+
+    def named_parameters(  # pyright: ignore[reportIncompatibleMethodOverride] - there are no modules in it
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """As they were given; one that stands under two names is told once."""
+        del recurse
+        seen: set[int] = set()
+        for name, value in self.given.items():
+            if not remove_duplicate or id(value) not in seen:
+                seen.add(id(value))
+                yield f"{prefix}{name}", value
+
+
 def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
+    if isinstance(module, Listed):
+        return lambda: module.given.get(name)
     path = name.split(".")
     return lambda: functools.reduce(_part, path, module)
 

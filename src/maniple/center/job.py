@@ -5,11 +5,13 @@ The ledger is a window. Rank 0 has one row per rank, which that rank writes and 
     state    present, left, failed or gone    met      how often it came to a meeting
     beat     grows while its process lives    batches, samples    made so far
     saved    of rank 0: it is all over, and the center on the disk
+    process, started    its process    since    when it took its machine's lock, in milliseconds
 
 Rank 0 has the cursors of samplers besides, and each rank a lock for those of its machine. Nothing here waits for a
 rank that has failed, and a rank that is not heard of any more is named.
 """
 
+import functools
 import math
 import threading
 import time
@@ -19,15 +21,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from maniple.center.locks import Patience
+from maniple.center.locks import Patience, explain_holder, process_state, this_process
 from maniple.center.window import MPI, WORD, Watch, Window
 from maniple.contracts import Array
 from maniple.errors import InvalidArgument, ManipleError, PeerLost, WaitedTooLong, raise_remote
 
 PRESENT, LEFT, FAILED, GONE = range(4)
-STATE, MET, BEAT, BATCHES, SAMPLES, SAVED = range(6)
+STATE, MET, BEAT, BATCHES, SAMPLES, SAVED, PROCESS, STARTED, SINCE = range(9)
 CURSORS = 2048  # words for samplers
-_COLUMNS = 8
+_COLUMNS = 9
 _LOCK = 0
 _CURSORS = 64
 _ROWS = _CURSORS + CURSORS * WORD
@@ -59,6 +61,7 @@ class Job:
             neighbours.Free()
         self._windows: list[Window] = []
         self.ledger = self.new_window(_CURSORS if self.rank else _ROWS + _COLUMNS * WORD * self.size)
+        self.tell(PROCESS, *this_process()[:2])
         self._heard: list[tuple[int, float]] = [(-1, 0.0)] * self.size  # the last beat of each, and when it came
         self._awake = Patience(math.inf)  # its time stands still while this process is stopped
         self._ending = threading.Event()
@@ -149,11 +152,17 @@ class Job:
         """Hold the lock that the ranks of this machine share."""
         patience = Patience(timeout_s)
         while holder := self.ledger.swap(self._leader, _LOCK, 0, self.rank + 1):
-            patience.wait(f"the workers' lock, held by worker {holder - 1}")
+            patience.wait("the workers' lock", functools.partial(self._explain, holder - 1))
+        self.tell(SINCE, int(time.time() * 1000))
         try:
             yield
         finally:
             self.ledger.swap(self._leader, _LOCK, self.rank + 1, 0)
+
+    def _explain(self, holder: int) -> str:
+        row = self.rows()[holder]
+        state = "self" if holder == self.rank else process_state(int(row[PROCESS]), int(row[STARTED]))
+        return explain_holder(holder, int(row[PROCESS]), row[SINCE] / 1000, state)
 
     def close(self, *, is_whole: bool) -> None:
         """Be silent, for MPI must not end while a thread is inside of it; `is_whole`: all ranks do so at once."""

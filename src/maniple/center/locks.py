@@ -12,13 +12,16 @@ import stat
 import struct
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from maniple.errors import InvalidArgument, WaitedTooLong
 
+_UNKNOWN_HOLDER = "Its holder is alive but does not go on: look whether it is stopped or swapping."
+_RECORD = struct.Struct("<qqqqd")  # the holder's rank, process, start and machine (`this_process`), and since when
 _FLOCK = struct.Struct("hhqqi4x")
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
@@ -51,12 +54,24 @@ class ByteLocks:
         """Unlock one byte."""
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
-    def insist(self, byte: int, *, timeout_s: float, what: str) -> None:
+    def insist(
+        self, byte: int, *, timeout_s: float, what: str, explain: Callable[[], str] = lambda: _UNKNOWN_HOLDER
+    ) -> None:
         """Lock one byte, waiting for it if need be; for those who cannot afford a `with` block of `hold`."""
         if not self.take(byte):
             patience = Patience(timeout_s)
             while not self.take(byte):
-                patience.wait(what)
+                patience.wait(what, explain)
+
+    def sign(self, rank: int) -> None:
+        """Record in the file that worker `rank`, which is this process, has locked it; -1: nobody."""
+        with suppress(OSError):  # no room in memory: the lock holds all the same, and its holder stays unknown
+            os.pwrite(self._file, _RECORD.pack(rank, *this_process(), time.time()), 0)
+
+    def signature(self) -> tuple[int, int, int, int, float] | None:
+        """What `sign` has recorded last; None if nothing was."""
+        record = os.pread(self._file, _RECORD.size, 0)
+        return _RECORD.unpack(record) if len(record) == _RECORD.size else None
 
     @contextmanager
     def hold(self, byte: int, *, timeout_s: float, what: str) -> Generator[None]:
@@ -118,6 +133,72 @@ def held(path: Path, *, timeout_s: float, what: str) -> Generator[None]:
         locks.close()
 
 
+@contextmanager
+def held_by(rank: int, path: Path, *, timeout_s: float) -> Generator[None]:
+    """Hold the workers' lock for the length of a `with` block; a worker that waits too long learns who holds it."""
+    locks = ByteLocks(path)
+
+    def explain() -> str:
+        if (record := locks.signature()) is None or record[0] < 0:
+            return _UNKNOWN_HOLDER
+        holder, pid, started, machine, since = record
+        state = process_state(pid, started) if machine == this_process()[2] else "elsewhere"
+        return explain_holder(holder, pid, since, "self" if (holder, pid) == (rank, os.getpid()) else state)
+
+    try:
+        locks.insist(0, timeout_s=timeout_s, what="the workers' lock", explain=explain)
+        locks.sign(rank)
+        try:
+            yield
+        finally:
+            locks.sign(-1)
+            locks.give(0)
+    finally:
+        locks.close()
+
+
+def explain_holder(rank: int, pid: int, since: float, state: str) -> str:
+    """Who holds the workers' lock, since when, and what to do. `state`: as `process_state` says, self or elsewhere."""
+    clock = time.strftime("%H:%M:%S", time.localtime(since))
+    who = f"Worker {rank} (process {pid}) has held it since {clock}, for {max(0.0, time.time() - since):.1f} s,"
+    if state == "self":
+        return f"{who} and is this very worker: the lock cannot be taken twice. Leave the first block before."
+    if state == "stopped":
+        return f"{who} and is stopped (SIGSTOP, Ctrl-Z). Continue it with `kill -CONT {pid}`, or end it."
+    if state == "gone":
+        return f"{who} and has ended, but a process that it had started keeps the lock's file open. End that process."
+    where = "and runs in another container" if state == "elsewhere" else "and is alive"
+    return f"{who} {where}. Look at what it does in its `with worker.lock():`, or raise timeout_s."
+
+
+def this_process() -> tuple[int, int, int]:
+    """This process, as others of the same machine and container can find it: number, start, and where."""
+    where = Path("/proc/sys/kernel/random/boot_id").read_text() + Path("/proc/self/ns/pid").readlink().name
+    return os.getpid(), start_of(os.getpid()), zlib.crc32(where.encode())
+
+
+def start_of(pid: int) -> int:
+    """When a process of this machine was started; 0 if it has ended."""
+    words = _stat(pid)
+    return 0 if words[0] in "ZX" else int(words[19])
+
+
+def process_state(pid: int, started: int) -> str:
+    """What became of a process that was started then: alive, stopped or gone."""
+    words = _stat(pid)
+    if words[0] in "ZX" or int(words[19]) != started:
+        return "gone"
+    return "stopped" if words[0] in "Tt" else "alive"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, and 18 words later its start."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", *["0"] * 30]
+
+
 class Patience:
     """A wait for another process, with a deadline. The time for which this process was stopped does not count.
 
@@ -143,13 +224,13 @@ class Patience:
         self.waited_s += min(gap_s, self._slice_s)
         return self.waited_s > self._timeout_s and gap_s <= self._slice_s
 
-    def wait(self, what: str) -> None:
-        """Sleep a little, 20 microseconds at first and up to 2 milliseconds later; WaitedTooLong past the deadline."""
+    def wait(self, what: str, explain: Callable[[], str] = lambda: _UNKNOWN_HOLDER) -> None:
+        """Sleep a little, 20 microseconds at first and up to 2 milliseconds later; WaitedTooLong past the deadline.
+
+        `explain` says why it takes so long, and what to do.
+        """
         if self.is_over():
-            raise WaitedTooLong(
-                f"waited {self.waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). "
-                "Its holder is alive but does not go on: look whether it is stopped or swapping."
-            )
+            raise WaitedTooLong(f"waited {self.waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). {explain()}")
         time.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 1.5, 2e-3)
 

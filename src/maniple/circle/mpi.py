@@ -12,12 +12,11 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maniple.center.locks import Patience
+from maniple.center.locks import Patience, start_of, this_process
 from maniple.center.window import MPI
 from maniple.circle.link import Link, Message
 from maniple.circle.rounds import Rounds
@@ -69,7 +68,7 @@ def meet(place: Place, name: str, *, deadline_s: float) -> tuple[Any, dict[int, 
             f"{place.world}. Start all by the mpirun or mpiexec of the MPI that mpi4py uses ({_library()})."
         )
     link = Link(_Messages(world, {}), deadline_s)
-    mine = np.array([zlib.crc32(name.encode()), *_me()], np.int64)
+    mine = np.array([zlib.crc32(name.encode()), *this_process()], np.int64)
     told = {rank: np.empty_like(mine) for rank in link.others}
     messages = [m for rank in link.others for m in link.receive(rank, told[rank], _OPENING)]
     messages += [m for rank in link.others for m in link.send(rank, mine, _OPENING)]
@@ -126,7 +125,7 @@ class _Messages:
 
     def _is_dead(self, rank: int) -> bool:
         pid, started, node = self._who.get(rank, _NOBODY)
-        return node == _me()[2] and _start_of(pid) != started
+        return node == this_process()[2] and start_of(pid) != started
 
 
 def note_failure(reason: str) -> None:
@@ -150,21 +149,6 @@ def _await_dup(request: Any, deadline_s: float) -> None:
                 "Look whether they open their circles in the same order."
             )
         time.sleep(_NAP_S)
-
-
-def _me() -> tuple[int, int, int]:
-    """This process, as others of the same machine and container can find it: number, start, and where."""
-    where = Path("/proc/sys/kernel/random/boot_id").read_text() + Path("/proc/self/ns/pid").readlink().name
-    return os.getpid(), _start_of(os.getpid()), zlib.crc32(where.encode())
-
-
-def _start_of(pid: int) -> int:
-    """When a process of this machine was started; 0 if it has ended."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if words[0] in "ZX" else int(words[19])
 
 
 def _library() -> str:

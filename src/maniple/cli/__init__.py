@@ -41,7 +41,8 @@ _SCRIPT: dict[str, Any] = {"ignore_unknown_options": False, "allow_interspersed_
 def cli() -> None:
     """Many workers, one model: speed up one training experiment by data parallelism.
 
-    Add two lines to a training script (maniple.join and worker.share), then start it on several workers:
+    Add two lines to a training script (maniple.join and worker.share), let worker.sampler divide its data, and start
+    it on several workers:
 
     \b
       maniple run -n 4 train.py --lr 0.1              on this machine

@@ -1,10 +1,12 @@
 """The controller: decides when everybody trains, validates and stops, and answers whatever else workers ask."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from maniple.decisions import Decisions, Holder
+from maniple.errors import InvalidArgument
 
 
 class Controller:
@@ -34,6 +36,25 @@ class Controller:
     decisions: Decisions
     asking: Holder  # who asks the question being answered: rank and incarnation
     is_finished: bool  # the samples of who asks have come to their end
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Refuse a handler that cannot be called, where it is defined and not at the first question."""
+        super().__init_subclass__(**settings)
+        handler = inspect.getattr_static(cls, "handle_control")
+        wants = "handle_control(self, request, worker, info): the request, the rank of who asks, and a dict"
+        if not inspect.isfunction(handler) or inspect.iscoroutinefunction(handler):
+            kind = "a coroutine" if inspect.iscoroutinefunction(handler) else f"a {type(handler).__name__}"
+            raise InvalidArgument(
+                f"{cls.__qualname__}.handle_control is {kind}, and cannot answer questions. Define a method {wants}."
+            )
+        signature = inspect.signature(handler)
+        try:
+            signature.bind(None, "", 0, {})
+        except TypeError as error:
+            raise InvalidArgument(
+                f"{cls.__qualname__}.handle_control{signature} cannot be called with three arguments ({error}). Define "
+                f"it as {wants}."
+            ) from None
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Ready to use, whether or not a derived class calls this one's `__init__`."""

@@ -74,6 +74,11 @@ class Feeds:
             self._open[name] = Batches(name, _source(self._place, name), self._should_stop)
         return self._open[name]
 
+    @property
+    def is_used(self) -> bool:
+        """The worker takes batches from a feed."""
+        return bool(self._open)
+
     def close(self) -> None:
         """Take no more from any of them."""
         for batches in self._open.values():

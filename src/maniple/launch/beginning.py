@@ -46,6 +46,7 @@ def place_of(job: Job, host: Host, *, is_queued: bool) -> Place:
         max_memory_mb=job.max_memory_mb,
         is_queued=is_queued,
         launcher=job.launcher,
+        own_data=any("{rank}" in arg for arg in job.args),  # as in --shard part-{rank}.npz
         circle=job.circle,
         circle_deadline_s=job.circle_deadline_s,
         deterministic=job.deterministic,

@@ -60,6 +60,12 @@ class Board:
         return reason if when >= self._since else ""
 
     @property
+    def is_unshared(self) -> bool:
+        """All workers that have joined have left, and none of them had shared anything."""
+        joined = [one for one in self._story.standings.values() if one.lives]
+        return bool(joined) and all(one.is_unshared for one in joined)
+
+    @property
     def exit_code(self) -> int | None:
         """What the first failed worker's own error asks for."""
         return self._story.exit_code

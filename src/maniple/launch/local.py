@@ -29,6 +29,7 @@ from maniple.launch.stopping import Stop, Stopping, Unvalidated, resume_command
 from maniple.launch.view import View, open_view
 from maniple.launch.workers import make_workers, reach_of
 from maniple.place import asked_threads
+from maniple.worker.asked import unshared
 
 _TICK_S = 0.2
 # From SIGTERM to SIGKILL. A worker may take 5 s to end its step (worker.ending), and then makes its last exchange.
@@ -180,6 +181,13 @@ class _Run:
                 f"{self._job.script} has ended without calling maniple.join(): its {self._job.workers} copies trained "
                 "apart, and there is no center. Add `worker = maniple.join()` and `worker.share(model, optimizer)`."
             )
+        self._warn_if_unshared()
+
+    def _warn_if_unshared(self) -> None:
+        self._show()
+        if self._board.is_unshared and not self._host.segment.centers() and not self._job.quiet:
+            workers = count(self._job.workers, "worker")
+            self._tell(self._view.error, f"warning: {unshared(f'{self._job.script}, on {workers}, has')}")
 
     def _is_done(self) -> bool:
         """All workers have ended, those of other machines too. A host alone goes on until it is told to end."""

@@ -80,6 +80,7 @@ class Place:
     circle_deadline_s: float = CIRCLE_DEADLINE_S  # for so long a worker waits for the others in a round
     deterministic: bool = False  # two runs make the same, to the bit
     master: str | None = None  # HOST:PORT where the workers of the circle torch meet
+    own_data: bool = False  # each worker has data of its own, and nothing needs to divide it
     producer: int = -1  # of a producer: which of its feed it is; -1: not told
     producers: int = 1  # of how many
     producer_number: int = -1  # its place among all that the launcher has started; -1: it started by itself
@@ -142,6 +143,7 @@ def _variables(place: Place) -> dict[str, Any]:
         "MANIPLE_CIRCLE_DEADLINE": place.circle_deadline_s,
         "MANIPLE_DETERMINISTIC": 1 if place.deterministic else None,
         "MANIPLE_MASTER": place.master,
+        "MANIPLE_OWN_DATA": 1 if place.own_data else None,
         "MANIPLE_PRODUCER": place.producer if place.producer >= 0 else None,
         "MANIPLE_PRODUCERS": place.producers if place.producer >= 0 else None,
         "MANIPLE_PRODUCER_NUMBER": place.producer_number if place.producer_number >= 0 else None,
@@ -190,6 +192,7 @@ def find(env: Mapping[str, str] = os.environ, *, address: str | None = None) -> 
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
         master=env.get("MANIPLE_MASTER") or meeting_point(env),
+        own_data=flag(env, "MANIPLE_OWN_DATA"),
         producer=number(env, "MANIPLE_PRODUCER", -1),
         producers=number(env, "MANIPLE_PRODUCERS", 1),
         producer_number=number(env, "MANIPLE_PRODUCER_NUMBER", -1),
@@ -309,6 +312,7 @@ def _found_elsewhere(env: Mapping[str, str]) -> Place:
         circle=asked_circle(env),
         circle_deadline_s=seconds(env, "MANIPLE_CIRCLE_DEADLINE", CIRCLE_DEADLINE_S),
         deterministic=flag(env, "MANIPLE_DETERMINISTIC"),
+        own_data=flag(env, "MANIPLE_OWN_DATA"),
         host_deadline_s=seconds(env, "MANIPLE_HOST_DEADLINE", HOST_DEADLINE_S),
     )
     started = started_by(env)

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,26 @@ def translate(settings: dict[str, Setting]) -> tuple[dict[str, Setting], list[st
                 )
             notes.append(f"{setting.origin}: {key} is read as {new}: {shown(setting.value)}")
         now[new] = setting
+    if "avg_freq" in settings and _is_bsp(now.get("rule")) and now["every"].value != "1":
+        _average_parameters(now, notes)
     return now, notes
+
+
+def _is_bsp(rule: Setting | None) -> bool:
+    return rule is not None and str(rule.value).partition(":")[0].strip().lower() == "bsp"
+
+
+def _average_parameters(now: dict[str, Setting], notes: list[str]) -> None:
+    """What BSP with an avg_freq above 1 is in older systems: parameters are averaged, every so many steps."""
+    every, rule = now.pop("every"), now["rule"]
+    options = str(rule.value).partition(":")[2]
+    meant = f"bsp:average=parameters,every={every.value},{options}" if options else f"localsgd:k={every.value}"
+    now["rule"] = replace(rule, value=meant)
+    notes[:] = [note for note in notes if not note.startswith((f"{every.origin}: ", f"{rule.origin}: "))]
+    notes.append(
+        f"{every.origin}: BSP with avg_freq {every.value} averages parameters every {every.value} steps: it is read as "
+        f"rule: {meant}"
+    )
 
 
 def convert(context: click.Context, key: str, option: click.Option, setting: Setting) -> Any:

@@ -74,6 +74,7 @@ class Standing:
     rule: str = ""  # by which it shares, and when: as its newest row tells
     pace: str = ""
     lives: int = 0
+    is_unshared: bool = False  # it has left, and had shared nothing with others
     waiting_for: list[int] = field(default_factory=list[int])  # the workers that it waits for, for a while already
     waiting_s: float = 0.0
     killed_after_s: float = 0.0  # for how long it had been told to end when the launcher killed it
@@ -133,6 +134,7 @@ class Standing:
         self.before, self.now, self._last = self.total, Counts(), None
         self.waiting_for, self.waiting_s = [], 0.0
         self.lives += 1
+        self.is_unshared = False
         self.node = str(row.get("node", ""))
         if self.state in {"starting", "queued"}:
             self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))

@@ -191,8 +191,10 @@ class Story:
             self.since = min(self.since or when, when)
             self._span(when, when)
             standing.join(row)
-        elif kind == "leave" and rank not in self._told:  # in a run without a host nobody else tells of it
-            standing.turn("failed" if row.get("failed") else "done", when)
+        elif kind == "leave":
+            standing.is_unshared = bool(row.get("unshared"))
+            if rank not in self._told:  # in a run without a host nobody else tells of it
+                standing.turn("failed" if row.get("failed") else "done", when)
         elif kind in {"waiting", "waited"}:
             standing.wait(row)
         elif kind in {"share", "changed"}:

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
+from maniple.center import Segment
 from maniple.contracts import Circle
-from maniple.errors import Conflict, InvalidArgument
+from maniple.errors import Conflict, InvalidArgument, say
 from maniple.pace import Every, Pace, parse_pace
 from maniple.place import Place
+from maniple.record import Events
 from maniple.rules import EASGD, Rule, parse_rule
 from maniple.worker.replica import Replica
 
@@ -77,6 +79,38 @@ def is_in_step(place: Place, replicas: Sequence[Replica]) -> bool:
     """All workers make the same number of steps: by the rules of what they share, or that of the command line."""
     rules = [replica.rule for replica in replicas] or [parse_rule(place.rule or "easgd")]
     return any(rule.meets != "center" for rule in rules)
+
+
+def tell_undivided(place: Place, events: Events) -> None:
+    """A model that several workers share makes its first step, and nothing divides the data among them: warn once.
+
+    Of workers that were started together the first one does; one that has joined by itself has its own terminal.
+    """
+    is_by_itself = not place.launcher and place.rank > 0
+    if (place.rank == 0 and place.world > 1) or is_by_itself:
+        events.write("undivided")
+        workers = f"{place.world} workers train" if place.world > 1 else "several workers train"
+        say(
+            f"warning: {workers}, and nothing divides the data among them: all may train on the same batches. Instead "
+            "of shuffle=True, use `DataLoader(train, batch_size=..., sampler=worker.sampler(train))`, or a feed. If "
+            "each worker has data of its own, write maniple.join(own_data=True)."
+        )
+
+
+def tell_unshared(place: Place, segment: Segment | None) -> None:
+    """A worker has come to its end and has shared nothing: say so where no launcher of maniple's will."""
+    is_ours = place.launcher == "maniple" or place.is_queued or place.is_alone
+    is_first = place.rank == 0 or not place.launcher
+    if not is_ours and is_first and not (segment is not None and segment.centers()):
+        say(f"warning: {unshared('this worker has')}")
+
+
+def unshared(who: str) -> str:
+    """What to tell a person whose script calls join() and then trains by itself."""
+    return (
+        f"{who} ended without sharing a model: each worker trained its own, and there is no center. Add `replica = "
+        "worker.share(model, optimizer)` after `worker = maniple.join()`."
+    )
 
 
 def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:

@@ -41,6 +41,11 @@ class Circles:
         circle.report_long_waits(self._report_wait)
         return circle
 
+    @property
+    def is_used(self) -> bool:
+        """This worker has met others, or meant to."""
+        return bool(self._opened)
+
     def _report_wait(self, whom: Sequence[int], waited_s: float, is_over: bool) -> None:
         self._events.write("waited" if is_over else "waiting", **{"for": list(whom), "seconds": waited_s})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center.link import Door, Link
-from maniple.center.locks import Patience, held
+from maniple.center.locks import Patience, held_by
 from maniple.center.remote import find_layout
 from maniple.center.tcp import Tcp, insist
 from maniple.changes import Changes
@@ -108,7 +108,7 @@ class Far:
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""
         path = Path(tempfile.gettempdir()) / f"maniple-{self._control.lineage}-{os.getuid()}.lock"
-        return held(path, timeout_s=timeout_s, what="the workers' lock")
+        return held_by(self.place.rank, path, timeout_s=timeout_s)
 
     def lender(self, number: int, terms: Terms) -> Borrower:
         """The leases of this worker's sampler `number`, by questions over a connection of their own."""

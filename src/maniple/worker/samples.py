@@ -113,6 +113,11 @@ class Samples:
             )
 
     @property
+    def are_divided(self) -> bool:
+        """There is a sampler, which divides the samples that are trained on among the workers."""
+        return bool(self._trained)
+
+    @property
     def taken(self) -> int:
         """The samples handed out to be trained on, by all samplers."""
         return sum(sampler.taken for sampler in self._trained)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from maniple.adapters import Adapter
 from maniple.center import Segment, Shared
-from maniple.center.locks import Patience, held
+from maniple.center.locks import Patience, held_by
 from maniple.center.segment import DEAD, LEFT, LIVE, NEVER
 from maniple.changes import Changes
 from maniple.contracts import Center
@@ -208,7 +208,7 @@ class Near:
 
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""
-        return held(self._segment.path / "node", timeout_s=timeout_s, what="the workers' lock")
+        return held_by(self.place.rank, self._segment.path / "node", timeout_s=timeout_s)
 
     def lender(self, number: int, terms: Terms) -> "Lender":
         """The leases of this worker's sampler `number`, straight from the table."""

@@ -1,15 +1,16 @@
 """Joining a run: what a script sees of the other workers."""
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from maniple.adapters import Adapter, adapt, own_device
+from maniple.adapters import Adapter, Params, adapt, own_device
 from maniple.circle.calls import Calls
 from maniple.contracts import Center, Circle
 from maniple.errors import InvalidArgument, say
@@ -21,7 +22,14 @@ from maniple.record import Events
 from maniple.rules import Rule
 from maniple.sampler import Sampler, Shard
 from maniple.worker.alone import Alone
-from maniple.worker.asked import check_center, check_return, is_in_step, settle
+from maniple.worker.asked import (
+    check_center,
+    check_return,
+    is_in_step,
+    settle,
+    tell_undivided,
+    tell_unshared,
+)
 from maniple.worker.changing import Changing
 from maniple.worker.circles import Circles
 from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
@@ -34,9 +42,10 @@ from maniple.worker.seat import take_seat
 from maniple.worker.stop import StopAfter
 
 _joined: "Worker | None" = None
+_SHARES_TOO = ("maniple.client", "maniple.pool")  # modules that are imported when the script first uses them
 
 
-def join(address: str | None = None) -> "Worker":
+def join(address: str | None = None, *, own_data: bool = False) -> "Worker":
     """Join the run that started this process; alone, a world of one. A second call gives the same worker.
 
     A process that a worker has started, such as a data loader's, is not part of the run: there it is InvalidArgument.
@@ -44,12 +53,16 @@ def join(address: str | None = None) -> "Worker":
     Args:
         address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
             (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
+        own_data: this script divides the data itself, by `worker.rank` say, or each worker makes its own, as in
+            reinforcement learning: there is no warning that nothing divides it.
     """
     global _joined  # noqa: PLW0603 - one process is one worker
     if address is None:
         refuse_inherited()
     if _joined is None or _joined.has_left:
         _joined = Worker(find(address=address))
+    if own_data:
+        _joined.has_own_data = True
     return _joined
 
 
@@ -60,7 +73,6 @@ class Worker(Calls):
         rank, world: the place among all workers, and their number at the start of the run.
         local_rank, local_world: the same on this machine.
         node: this machine's name.
-        seed: a seed of this rank's own.
         device: "cpu", "cuda:1" ...: as given to the launcher, else the GPU of this local rank, else the CPU.
     """
 
@@ -72,13 +84,14 @@ class Worker(Calls):
         place = place if self._seat is None else self._seat.place
         self.rank, self.world, self.node = place.rank, place.world, place.node
         self.local_rank, self.local_world = place.local_rank, place.local_world
-        self.seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
+        self._seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
         if place.deterministic:
-            seed_all(self.seed)
+            seed_all(self._seed)
         self._samples.settle_in(self._seat, place)
         segment = None if self._seat is None else self._seat.segment
         self._optimizers = Optimizers(place, None if segment is None else segment.path)
-        self.has_left = self._has_failed = False
+        self.has_left = self._has_failed = self._has_asked = self._is_division_checked = False
+        self.has_own_data = place.own_data
         self._place, self._pid = place, os.getpid()
         self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
         self._stop: StopAfter | None = None
@@ -90,6 +103,12 @@ class Worker(Calls):
             self._events.write("join", **who, restarts=place.restarts)
             mark_joined(self.rank)
             watch_the_end(at_exit=self._depart, on_error=self._fail, on_signal=self._ending.hear)
+
+    @property
+    def seed(self) -> int:
+        """A seed of this rank's own. A script that uses it draws other batches in each worker."""
+        self.has_own_data = True
+        return self._seed
 
     @property
     def device(self) -> str:
@@ -124,6 +143,7 @@ class Worker(Calls):
         pace: Pace | None = None,
         wire: str | None = None,
         state: Sequence[str] = (),
+        params: Params | None = None,
         buffers: bool = True,
         lock: bool = True,
         stop: StopAfter | None = None,
@@ -136,13 +156,16 @@ class Worker(Calls):
         with a rule that averages gradients, such as `BSP()`, it is preceded by one.
 
         Args:
-            model: a torch module, or a dict of NumPy arrays that are changed in place.
+            model: a torch module; its parameters, as a dict (`dict(model.named_parameters())`) or in a row
+                (`model.parameters()`); or a dict of NumPy arrays that are changed in place.
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
             wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
                 "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
+            params: which parameters are shared, the same for all workers: names and patterns (["head.*"]), or a
+                function of name and parameter. The others are each worker's own, under BSP with their gradients.
             buffers: share floating-point buffers too, such as batch-norm statistics. One that holds NaN or infinity,
                 such as a mask, stays each worker's own.
             lock: with False, workers may write the same parameter at once: faster under heavy contention, and
@@ -155,7 +178,7 @@ class Worker(Calls):
         check_rule(self._place, rule)
         check_center(self._place, rule)
         self._stop = self._stop if stop is None else stop
-        adapter = adapt(model, optimizer, state=state, buffers=buffers)
+        adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         if adapter.local_buffers and not self._place.is_alone:
             names = ", ".join(map(repr, adapter.local_buffers))
             self._events.write("local buffers", names=list(adapter.local_buffers))
@@ -250,8 +273,11 @@ class Worker(Calls):
         An exception in the controller's handler is raised here as HandlerFailed, with its traceback; WaitedTooLong if
         no answer comes within `timeout_s`. A worker alone is answered by the default controller.
         """
+        if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a dict, in older systems
+            raise InvalidArgument(_no_request(request))
         if request.startswith("maniple-"):
             raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+        self._has_asked = True
         if request == "validated" and True in [replica.publish_validated() for replica in self._replicas]:
             info["published"] = True  # the center is what was validated: it, and no older one, is kept as the best
         if self._seat is not None:
@@ -282,6 +308,9 @@ class Worker(Calls):
         mark_joined(None)
         if not self._has_failed and not self.is_hurried:
             self._tell_if_late()
+        idle = {"unshared": True} if self._is_idle and not (self._has_failed or self.is_hurried or self.is_over) else {}
+        if idle:
+            tell_unshared(self._place, None if self._seat is None else self._seat.segment)
         try:
             for replica in self._replicas:
                 replica.finish(exchange=not self._has_failed)
@@ -294,7 +323,7 @@ class Worker(Calls):
             self._feeds.close()
             self._circles.close()
             if self._seat is not None:
-                self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed)
+                self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed, **idle)
         if not self._has_failed:
             self._optimizers.save()
 
@@ -329,6 +358,10 @@ class Worker(Calls):
     def stepped(self, replica: Replica) -> None:
         """A replica has made a training step; of several models that are trained together, the first counts."""
         self._changing.mind(self._replicas)
+        if not self._is_division_checked:
+            self._is_division_checked = True
+            if not (self.has_own_data or self._samples.are_divided or self._feeds.is_used):
+                tell_undivided(self._place, self._events)
         if self._stop is not None:
             self._stop.stepped()
         if self._replicas and replica is self._replicas[0]:
@@ -365,6 +398,12 @@ class Worker(Calls):
         """Begin with the samples where the others are, who have made so many rounds."""
         self._samples.continue_at(position, rounds)
 
+    @property
+    def _is_idle(self) -> bool:
+        """This worker has used nothing that is shared in its run; samples that it has leased do not count."""
+        is_used = self._has_asked or self._circles.is_used or self._feeds.is_used
+        return not (self._replicas or is_used or any(name in sys.modules for name in _SHARES_TOO))
+
     def _rest(self) -> None:
         """This worker waits for samples of others, who must not wait for it."""
         for replica in self._replicas:
@@ -387,3 +426,21 @@ class Worker(Calls):
     def end_if_told(self) -> None:
         """Follow a signal that came, if one did: after the step or the exchange that it fell into."""
         self._ending.follow()
+
+
+def _no_request(request: Any) -> str:
+    """What is wrong with a request that is no word, and how to write it."""
+    how = 'ask("next")'
+    if (
+        request
+        and isinstance(request, dict)
+        and all(isinstance(key, str) and key.isidentifier() for key in cast(Any, request))
+    ):
+        first = next(iter(cast(dict[str, Any], request)))
+        word = "next" if first == "done" else first  # how many batches were done goes along with the next question
+        info = ", ".join(f"{key}={value!r}" for key, value in cast(dict[str, Any], request).items())
+        how = f'ask("{word}", {info})'
+    return (
+        f"ask({request!r}) is no question: the request is a word, and what goes with it are keyword arguments, not a "
+        f"{type(request).__name__}. Write worker.{how}."
+    )
