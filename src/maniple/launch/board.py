@@ -16,9 +16,13 @@ class Board:
     """All workers' standings, kept up to date by following their rows and logs.
 
     With `from_now_on`, what workers have printed before is passed over: it belongs to an earlier life of the run.
+
+    Attributes:
+        bars: the progress bars that workers are drawing now, by rank; known to the launcher that reads their output.
     """
 
     def __init__(self, folder: Folder, workers: int, *, from_now_on: bool = False) -> None:
+        self.bars: dict[int, tuple[str, ...]] = {}
         self._since = time.time()
         self._story = Story(folder, workers=workers)
         self._sizes = log_sizes(folder) if from_now_on else {}

@@ -100,7 +100,8 @@ class Rows(View):
         if is_last or time.monotonic() >= self._next:
             self._next = time.monotonic() + 0.5
             height = self._console.size.height
-            self._live.update(live_table(board.standings, board.totals, height=height), refresh=True)
+            table = live_table(board.standings, board.totals, height=height, bars=board.bars)
+            self._live.update(table, refresh=True)
 
     def say(self, text: str) -> None:
         self._console.print(Text.assemble(("H  ", "bold"), "| ", text))
