@@ -52,6 +52,16 @@ class Board:
         return self._story.totals()
 
     @property
+    def epochs(self) -> float:
+        """How many epochs the workers have trained together; 0 where the size of one is not known."""
+        return self.totals.samples / self._story.epoch_size if self._story.epoch_size else 0.0
+
+    @property
+    def validations(self) -> int:
+        """How many times the center was validated."""
+        return self._story.validations
+
+    @property
     def stop(self) -> str:
         """Why the controller lets everybody stop; not that of a run that goes on now."""
         when, reason = self._story.stop

@@ -11,6 +11,7 @@ from maniple.story.rows import ProgressRow, column
 
 BAD = frozenset({"failed", "dead", "lost"})  # states of those who have not come to their end
 _GONE = BAD | {"done", "ended"}
+WAITING = frozenset({"starting", "queued"})  # of those who have not joined yet
 _MOST_STATES = 1000
 
 
@@ -128,7 +129,7 @@ class Standing:
         self.waiting_for, self.waiting_s = [], 0.0
         self.lives += 1
         self.node = str(row.get("node", ""))
-        if self.state in {"starting", "queued"}:
+        if self.state in WAITING:
             self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))
 
     def wait(self, row: Row) -> None:

@@ -45,7 +45,7 @@ class Story:
         ages, together: how often parameters were so old (see `Progress`), and how many rounds were made by so many.
         happened: the newest events in the life of the run, with their rows.
         since: when the first worker began, or 0; `until`: the newest row's time.
-        epoch_size: the samples of one epoch, or 0.
+        epoch_size: the samples of one epoch, or 0; `validations`: how many times the center was validated.
         shared: the row by which the first worker told its rule, pace and so on; or nothing.
         stop: when and why the controller let everybody stop.
         exit_code: what the first failed worker's own error asks for.
@@ -71,7 +71,7 @@ class Story:
         self.happened: deque[Row] = deque(maxlen=_MOST_EVENTS)
         self.events = 0  # all that have happened, also those that are forgotten
         self.since = self.until = 0.0
-        self.epoch_size = 0
+        self.epoch_size = self.validations = 0
         self.shared: Row = {}
         self.stop: tuple[float, str] = (0.0, "")
         self.exit_code: int | None = None
@@ -196,6 +196,7 @@ class Story:
             standing.share(row)
             self.shared = self.shared or row
         elif kind == "validated":
+            self.validations += 1
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
             self.epoch_size = self.epoch_size or int(row["size"])
