@@ -1,5 +1,7 @@
 """Standings as a person sees them."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from maniple.launch.table import chosen, columns, left_out, live_table, plain_lines, total_line
@@ -49,8 +51,9 @@ def test_who_is_done_shows_its_mean_speed():
 
 
 def test_the_run_in_one_line():
-    totals = Totals(samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
+    totals = Totals(live=3, samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
     assert total_line(totals) == "5,000 samples/s, busy 3.71 of 4 workers, goodput 93%, center version 12,345"
+    assert total_line(replace(totals, live=0)).startswith("5,000 samples/s in the mean, busy 3.71")
 
 
 def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():

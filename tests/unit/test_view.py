@@ -91,7 +91,7 @@ def test_an_epoch_and_a_validation_are_told_of_but_not_every_second(watch, what)
 def test_nothing_is_printed_of_those_who_are_done_and_the_end_says_what_is_new(watch):
     watch.lines(0.0)
     watch.board.standings = {rank: Standing("done", Counts(step=9)) for rank in range(2)}
-    assert [line[:15] for line in watch.lines(5.0)] == ["W0 : state done", "W1 : state done", "all: 1 steps/s,"]
+    assert [line[:15] for line in watch.lines(5.0)] == ["W0 : state done", "W1 : state done", "all: 1 steps/s "]
     watch.board.goodput = 0.5  # of a run that has not ended yet
     assert watch.lines(100.0) == [] == watch.lines(200.0, is_last=True)
 

@@ -2,13 +2,17 @@
 
 import json
 import math
+import os
 import re
 import sys
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from maniple.cli import cli
 from maniple.errors import InvalidArgument
+from maniple.launch.whereabouts import find_host
 from maniple.watch import overlay, report
 from maniple.watch.compare import cells, differences, settle_target, summarize
 from maniple.watch.course import course, running_mean
@@ -286,3 +290,34 @@ def test_numbers_of_a_page_are_rounded_and_stay_what_they_are():
     assert all(
         math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-300) for a, b in zip(report._rounded(values), values, strict=True)
     )
+
+
+# Where a run stands
+
+
+def test_a_run_elsewhere_that_is_silent_is_shown_without_rates_and_as_not_heard_of(tmp_path):
+    written = Written(tmp_path / "run")
+    written.folder.describe(asked={"script": "train.py"}, lineage="0" * 16, node="elsewhere")
+    for at in (1.0, 2.0):
+        written.progress(0, at, step=int(10 * at), samples=int(1000 * at))
+    told = CliRunner().invoke(cli, ["watch", "--once", str(written.folder.path)]).output
+    assert "the host cannot be asked from here: it is on elsewhere" in told and "No row was written for" in told
+    assert "step 20 speed 0 samples/s" in told
+
+
+@pytest.mark.parametrize(
+    "asked, command",
+    [
+        ({"script": "train.py"}, "maniple run --resume {run}"),
+        ({"script": None, "model": "net.py:Net"}, "maniple run --resume {run}"),
+        ({"script": None}, "maniple serve --resume {run}"),
+        ({"script": "train.py", "launcher": "torchrun"}, "MANIPLE_RESUME={run} in the environment of torchrun"),
+        ({"script": "train.py", "ray": {}, "launcher": "maniple"}, "maniple run --resume {run}"),
+        ({"script": "train.py", "ray": {"cpus": 1}}, "maniple submit --ray --resume {run}, and the script"),
+    ],
+)
+def test_a_dead_host_is_told_of_with_the_command_that_continues_the_run(tmp_path, asked, command):
+    written = Written(tmp_path / "run")
+    written.folder.describe(asked=asked, lineage="0" * 16, node=os.uname().nodename)
+    where = find_host(tmp_path / "run")
+    assert where.is_dead and where.words.endswith("To continue: " + command.format(run=tmp_path / "run"))

@@ -41,6 +41,20 @@ class Board:
             printed += [(rank, line.decode(errors="replace")) for line in log.lines()]
         return printed
 
+    def lose_host(self) -> None:
+        """The host is dead now: nobody that it has started trains any more."""
+        self._story.lose_host(time.time())
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no process of the run has written a row."""
+        return time.time() - self._story.until if self._story.until else 0.0
+
+    def still(self) -> None:
+        """Show no rates until workers write rows again."""
+        for standing in self._story.standings.values():
+            standing.still()
+
     @property
     def standings(self) -> dict[int, Standing]:
         """Where each worker stands, in the order of their ranks."""

@@ -41,8 +41,9 @@ def columns(standing: Standing) -> dict[str, str]:
 def total_line(totals: Totals) -> str:
     """The run in one line."""
     rate, unit = (totals.samples_per_s, "samples") if totals.samples else (totals.steps_per_s, "steps")
+    mean = "" if totals.live else " in the mean"  # nobody trains any more
     return (
-        f"{rate:,.0f} {unit}/s, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
+        f"{rate:,.0f} {unit}/s{mean}, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
         f"goodput {totals.goodput:.0%}, center version {totals.version:,}"
     )
 

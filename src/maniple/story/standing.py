@@ -121,7 +121,11 @@ class Standing:
         *before, (_, latest) = self.states
         self.state = before[-1][1] if latest == "lost" and before and before[-1][1] in _GONE else latest
         if self.is_gone:
-            self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = 0.0
+            self.still()
+
+    def still(self) -> None:
+        """It makes no steps, as far as is known."""
+        self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = self.compute_share = 0.0
 
     def join(self, row: Row) -> None:
         """It has joined, for the first time or again: its own counts begin at zero."""

@@ -85,6 +85,7 @@ class Story:
         self._changes = 0  # exchanges with the center since then
         self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
         self._told: set[int] = set()  # the workers that the host knows
+        self._started: set[int] = set()  # those whose processes it has started itself
         self._tails = Tails(folder.path / "events")
 
     def refresh(self, within_s: float | None = None) -> bool:
@@ -99,6 +100,15 @@ class Story:
                 if not standing.is_gone:
                     standing.turn("ended", self._ended)
         return True
+
+    def lose_host(self, seen: float) -> None:
+        """The host was seen to be dead at that time, on this machine: the workers that it had started died with it, and
+        others are not heard of. A run that was resumed since then is not affected."""
+        if self.until > seen or self.host_exit_code is not None:
+            return
+        for rank, standing in self.standings.items():
+            if not standing.is_gone:
+                standing.turn("dead" if rank in self._started else "lost", self.until)
 
     def totals(self) -> Totals:
         """The run in a few numbers, at the time of its newest row."""
@@ -160,6 +170,8 @@ class Story:
 
     def _note_member(self, kind: str, row: Row, when: float) -> None:
         """A worker has come or gone."""
+        if kind == "started":
+            self._started.add(int(row["worker"]))
         state = _ended(row) if kind == "exit" else _STATES.get(kind)
         if state is not None:
             self._told.add(int(row["worker"]))
@@ -168,6 +180,7 @@ class Story:
     def _begin(self, row: Row, when: float) -> None:
         """The host has begun, or begun again: nothing that was said of its workers before counts any more."""
         self.host_exit_code = self.exit_code = None
+        self._started.clear()
         self._starts.append(when)
         for rank in range(int(row.get("workers") or 0)):
             self.worker(rank).turn(self._first, when)
