@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from maniple.cli import cli
 from maniple.errors import InvalidArgument
 from maniple.launch.whereabouts import find_host
-from maniple.watch import overlay, report
+from maniple.watch import overlay, palette, report
 from maniple.watch.compare import cells, differences, settle_target, summarize
 from maniple.watch.course import course, running_mean
 from maniple.watch.plot import draw, shortened
@@ -162,6 +162,34 @@ def test_without_a_run_of_one_worker_the_smallest_is_the_baseline_and_it_is_no_s
 def test_runs_of_equal_size_or_that_count_different_things_have_no_speed_up(make):
     assert overlay.speedups(opened(make("a"), make("b"))) == []
     assert overlay.speedups(opened(make("c"), make("d", workers=2, rate=0))) == []
+
+
+def test_a_run_has_one_colour_in_all_panels(make, tmp_path, monkeypatch):
+    to_hex = engine("matplotlib.colors").to_hex
+    runs = opened(
+        make("four", workers=4, rate=8, rule="BSP()"), make("one", rate=10), make("two", workers=2, rate=9),
+        make("bsp", workers=2, rate=7, rule="BSP()"),
+    )  # fmt: skip
+    figures = []
+    monkeypatch.setattr("maniple.watch.plot.save", lambda figure, path: figures.append(figure))
+    draw(runs, tmp_path / "plot.png")
+    values, times, faster = figures[0].axes
+    for i, run in enumerate(runs):
+        (line,) = (line for line in values.get_lines() if line.get_label().startswith(f"{run.name}, "))
+        (tick,) = (tick for tick in times.get_yticklabels() if tick.get_text().startswith(run.name))
+        place = [run.workers, run.overall.rate / runs[1].overall.rate]
+        points = [
+            to_hex(colour)
+            for drawn in faster.collections
+            for at, colour in zip(drawn.get_offsets(), drawn.get_facecolors(), strict=True)
+            if np.allclose(at, place)
+        ]
+        assert {line.get_color(), tick.get_color(), *points} == {palette.colour(i)} and points
+    others = {palette.colour(i) for i in range(len(runs))}
+    assert not any(to_hex(line.get_color()) in others for line in faster.get_lines()), "a rule is no run"
+    told = report.contents(runs, "loss")
+    for one in told["speedups"]:
+        assert [runs[i].workers for i in one.runs] == one.workers
 
 
 def test_shares_of_time_add_up(make):
