@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -206,21 +207,39 @@ def test_stop_after_ends_a_worker_with_its_last_exchange_done(run):
 
 
 def test_output_is_plain_lines_without_a_terminal_and_nothing_when_quiet(run):
-    script = "import maniple; maniple.join(); print('hello')"
+    script = """
+        import os, maniple
+        from tqdm import tqdm
+        worker = maniple.join()
+        print("hello")
+        for epoch in tqdm(range(2), desc="épochs", mininterval=0):
+            for step in tqdm(range(2000), desc=f"épaque {epoch}", mininterval=0, leave=False):
+                pass
+        if worker.rank:
+            bar = tqdm(range(2000), desc="last", mininterval=0)
+            bar.update(1000)
+            os._exit(0)  # in the middle of a bar
+        """
     loud, quiet = run(script, "-n", "2"), run(script, "-n", "2", "--quiet")
     assert "W0 | hello" in loud.output
     assert "W1 | hello" in loud.output
-    assert "\x1b" not in loud.output
+    assert "\x1b" not in loud.output and "\r" not in loud.output
+    assert len(loud.output.splitlines()) < 40, "a line for each state of a bar"
+    for rank in range(2):
+        assert f"W{rank} | épochs: 100%|██████████| 2/2" in loud.output
+        assert len(loud.log(rank)) < 2000
+    assert "W1 | last:  50%|█████     | 1000/2000" in loud.output
     assert quiet.output == ""
-    assert quiet.log(1) == "hello\n"
+    assert quiet.log(1).startswith("hello\n")
 
 
 def test_a_terminal_shows_one_line_per_worker(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(
         "import pathlib, time, numpy as np, maniple\n"
+        "from tqdm import tqdm\n"
         "worker = maniple.join(); params = {'w': np.zeros(9)}; replica = worker.share(params)\n"
-        "for _ in range(3000):\n"
+        "for _ in tqdm(range(3000)):\n"
         "    if pathlib.Path('seen').exists(): break\n"
         "    replica.samples = 4; replica.step(); worker.log(loss=0.125); time.sleep(0.02)\n"
     )
@@ -234,7 +253,8 @@ def test_a_terminal_shows_one_line_per_worker(tmp_path: Path):
     try:
         while piece := os.read(ours, 65536):
             shown += piece
-            if all(part in shown for part in (b"W0", b"W1", b"samples/s", b"0.125", b"training")):
+            bars = set(re.findall(rb"W(\d) \| +\d+%\|", shown))  # while they are drawn
+            if len(bars) == 2 and all(part in shown for part in (b"samples/s", b"0.125", b"training")):
                 (tmp_path / "seen").touch()
     except OSError:  # the other side has closed
         pass
@@ -243,6 +263,7 @@ def test_a_terminal_shows_one_line_per_worker(tmp_path: Path):
     text = shown.decode()
     for part in ("W0", "W1", "samples/s", "0.125", "training", "done"):
         assert part in text, part
+    assert "3000/3000" not in text, "the bars were seen at their end only"
 
 
 def test_a_closed_output_does_not_end_the_training(start, tmp_path):

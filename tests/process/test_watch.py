@@ -101,15 +101,29 @@ def test_what_is_no_run_is_said_so(tmp_path):
     assert "is no run folder" in done.stderr and "runs/last" in done.stderr
 
 
-def test_a_host_that_was_killed_is_told_of(start):
+def _status(folder: Path) -> str:
+    return subprocess.run([MANIPLE, "status", folder], capture_output=True, text=True, timeout=PATIENCE_S).stdout
+
+
+def test_a_run_whose_host_was_killed_is_shown_as_dead_with_the_command_to_continue(start):
     going = start(SCRIPT, "-n", "1")
     going.await_event(0, "progress")
     going.kill()
     follower = subprocess.Popen([MANIPLE, "watch", going.folder], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
     try:
-        while "the host does not answer" not in (line := follower.stdout.readline()):
+        while "the host is dead" not in (line := follower.stdout.readline()):
             assert line
+        assert line.endswith(
+            "To continue: maniple run --resume runs/run0\n".replace("runs/", str(going.folder.parent) + "/")
+        )
+        for lines in (watched(going.folder, "--once").stdout, _status(going.folder)):
+            assert f"is dead: it was on {os.uname().nodename}" in lines and "maniple run --resume" in lines
+            (row,) = (line for line in lines.splitlines() if line.startswith("W0 : "))
+            assert row.startswith("W0 : state dead step ") and " speed 0 samples/s loss 0." in row
+            assert "step 0 " not in row, "how far it was is known"
+        told = standings(going.folder)
+        assert told["workers"][0]["samples_per_s"] == 0 == told["totals"]["live"]
     finally:
         (going.folder.parent.parent / "enough").touch()
         follower.send_signal(signal.SIGINT)

@@ -201,6 +201,28 @@ def test_a_wait_is_over_with_the_next_step_and_one_event(written):
     assert [row["event"] for row in story.happened] == ["waited"]
 
 
+def test_with_a_dead_host_its_workers_are_dead_and_guests_are_lost_until_it_begins_again(written):
+    written.row("host", "start", 0.0, workers=1)
+    written.row("host", "started", 0.1, worker=0, pid=1)
+    for rank in range(2):
+        written.row("server", "joined", 0.5, worker=rank, live=rank + 1)
+        for at in (1.0, 2.0):
+            written.progress(rank, at, step=int(10 * at), samples=int(100 * at))
+    story = written.story()
+    story.lose_host(seen=T0 + 1.5)  # before the newest row: somebody has resumed it since
+    assert [story.standings[rank].state for rank in range(2)] == ["training", "training"]
+    story.lose_host(seen=T0 + 5.0)
+    assert [story.standings[rank].state for rank in range(2)] == ["dead", "lost"]
+    assert [story.standings[rank].samples_per_s for rank in range(2)] == [0.0, 0.0]
+    assert story.standings[0].now.step == 20 and story.totals().live == 0
+    written.row("host", "start", 9.0, workers=1)
+    written.row("server", "joined", 9.5, worker=0, live=1)
+    written.row("server", "returned", 9.5, worker=1, live=2)
+    story.refresh()
+    story.lose_host(seen=T0 + 5.0)
+    assert [story.standings[rank].state for rank in range(2)] == ["training", "training"]
+
+
 def test_a_host_that_begins_again_has_new_workers(written):
     written.row("host", "start", 0, workers=1)
     written.row("server", "joined", 1, worker=0, live=1)

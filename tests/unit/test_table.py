@@ -1,5 +1,7 @@
 """Standings as a person sees them."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from maniple.launch.table import chosen, columns, left_out, live_table, plain_lines, total_line
@@ -9,10 +11,10 @@ from maniple.story.standing import Counts
 TRAINING = Standing("training", Counts(step=1200, samples=4800), samples_per_s=1234.5, loss=0.12345, sync_share=0.051)
 
 
-def drawn(standings: dict[int, Standing], totals: Totals, height: int) -> str:
+def drawn(standings: dict[int, Standing], totals: Totals, height: int, **options) -> str:
     console = Console(width=100, height=height, force_terminal=False)
     with console.capture() as capture:
-        console.print(live_table(standings, totals, height=height))
+        console.print(live_table(standings, totals, height=height, **options))
     return capture.get()
 
 
@@ -49,8 +51,9 @@ def test_who_is_done_shows_its_mean_speed():
 
 
 def test_the_run_in_one_line():
-    totals = Totals(samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
+    totals = Totals(live=3, samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
     assert total_line(totals) == "5,000 samples/s, busy 3.71 of 4 workers, goodput 93%, center version 12,345"
+    assert total_line(replace(totals, live=0)).startswith("5,000 samples/s in the mean, busy 3.71")
 
 
 def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():
@@ -67,6 +70,22 @@ def test_all_are_shown_where_there_is_room():
     assert left_out(few, [0, 1, 2]) == ""
     text = drawn(few, Totals(), height=24)
     assert "W2" in text and "more" not in text
+
+
+def test_progress_bars_stand_below_the_workers_and_leave_them_room():
+    few = dict.fromkeys(range(2), TRAINING)
+    bars = {1: ("epochs 1/3", "steps 5/9"), 0: ("epochs 2/3", "s" * 200)}
+    text = drawn(few, Totals(steps=1), height=24, bars=bars).splitlines()
+    assert text[3:5] == ["W0 | epochs 2/3", "W0 | " + "s" * 94 + "…"] and text[5:7] == [
+        "W1 | epochs 1/3",
+        "W1 | steps 5/9",
+    ]
+    assert [line[:7] for line in drawn(few, Totals(steps=1), height=7, bars=bars).splitlines()[3:5]] == [
+        "W0 | ss", "W1 | st",
+    ]  # fmt: skip
+    crowd = dict.fromkeys(range(64), TRAINING)
+    many = drawn(crowd, Totals(steps=1), height=24, bars=dict.fromkeys(range(64), ("a bar",)))
+    assert len(many.splitlines()) <= 24 and "a bar" not in many
 
 
 def test_plain_lines_say_the_same():

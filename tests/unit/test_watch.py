@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
 import re
 import sys
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from maniple.cli import cli
 from maniple.errors import InvalidArgument
-from maniple.watch import overlay, report
+from maniple.launch.whereabouts import find_host
+from maniple.watch import overlay, palette, report
 from maniple.watch.compare import cells, differences, settle_target, summarize
 from maniple.watch.course import course, running_mean
 from maniple.watch.plot import draw, shortened
@@ -160,6 +164,34 @@ def test_runs_of_equal_size_or_that_count_different_things_have_no_speed_up(make
     assert overlay.speedups(opened(make("c"), make("d", workers=2, rate=0))) == []
 
 
+def test_a_run_has_one_colour_in_all_panels(make, tmp_path, monkeypatch):
+    to_hex = engine("matplotlib.colors").to_hex
+    runs = opened(
+        make("four", workers=4, rate=8, rule="BSP()"), make("one", rate=10), make("two", workers=2, rate=9),
+        make("bsp", workers=2, rate=7, rule="BSP()"),
+    )  # fmt: skip
+    figures = []
+    monkeypatch.setattr("maniple.watch.plot.save", lambda figure, path: figures.append(figure))
+    draw(runs, tmp_path / "plot.png")
+    values, times, faster = figures[0].axes
+    for i, run in enumerate(runs):
+        (line,) = (line for line in values.get_lines() if line.get_label().startswith(f"{run.name}, "))
+        (tick,) = (tick for tick in times.get_yticklabels() if tick.get_text().startswith(run.name))
+        place = [run.workers, run.overall.rate / runs[1].overall.rate]
+        points = [
+            to_hex(colour)
+            for drawn in faster.collections
+            for at, colour in zip(drawn.get_offsets(), drawn.get_facecolors(), strict=True)
+            if np.allclose(at, place)
+        ]
+        assert {line.get_color(), tick.get_color(), *points} == {palette.colour(i)} and points
+    others = {palette.colour(i) for i in range(len(runs))}
+    assert not any(to_hex(line.get_color()) in others for line in faster.get_lines()), "a rule is no run"
+    told = report.contents(runs, "loss")
+    for one in told["speedups"]:
+        assert [runs[i].workers for i in one.runs] == one.workers
+
+
 def test_shares_of_time_add_up(make):
     (run,) = opened(make())
     assert overlay.shares(run) == pytest.approx({"compute": 0.85, "exchange": 0.1, "data": 0.05, "others": 0.0})
@@ -286,3 +318,34 @@ def test_numbers_of_a_page_are_rounded_and_stay_what_they_are():
     assert all(
         math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-300) for a, b in zip(report._rounded(values), values, strict=True)
     )
+
+
+# Where a run stands
+
+
+def test_a_run_elsewhere_that_is_silent_is_shown_without_rates_and_as_not_heard_of(tmp_path):
+    written = Written(tmp_path / "run")
+    written.folder.describe(asked={"script": "train.py"}, lineage="0" * 16, node="elsewhere")
+    for at in (1.0, 2.0):
+        written.progress(0, at, step=int(10 * at), samples=int(1000 * at))
+    told = CliRunner().invoke(cli, ["watch", "--once", str(written.folder.path)]).output
+    assert "the host cannot be asked from here: it is on elsewhere" in told and "No row was written for" in told
+    assert "step 20 speed 0 samples/s" in told
+
+
+@pytest.mark.parametrize(
+    "asked, command",
+    [
+        ({"script": "train.py"}, "maniple run --resume {run}"),
+        ({"script": None, "model": "net.py:Net"}, "maniple run --resume {run}"),
+        ({"script": None}, "maniple serve --resume {run}"),
+        ({"script": "train.py", "launcher": "torchrun"}, "MANIPLE_RESUME={run} in the environment of torchrun"),
+        ({"script": "train.py", "ray": {}, "launcher": "maniple"}, "maniple run --resume {run}"),
+        ({"script": "train.py", "ray": {"cpus": 1}}, "maniple submit --ray --resume {run}, and the script"),
+    ],
+)
+def test_a_dead_host_is_told_of_with_the_command_that_continues_the_run(tmp_path, asked, command):
+    written = Written(tmp_path / "run")
+    written.folder.describe(asked=asked, lineage="0" * 16, node=os.uname().nodename)
+    where = find_host(tmp_path / "run")
+    assert where.is_dead and where.words.endswith("To continue: " + command.format(run=tmp_path / "run"))

@@ -1,12 +1,15 @@
 """Who may see the page of a run: names, tokens and orders, without a server."""
 
 import socket
+import sys
 
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("starlette")
 from starlette.requests import HTTPConnection
 
+from maniple.cli.watch import watch
 from maniple.errors import InvalidArgument
 from maniple.launch.page import listen
 from maniple.watch.access import Access
@@ -80,6 +83,16 @@ def test_what_a_page_needs_is_told_before_a_run_begins(monkeypatch):
     monkeypatch.setattr("maniple.launch.page._NEEDED", ("starlette", "no_such_package"))
     with pytest.raises(InvalidArgument, match=r"--web needs no_such_package.*pip install 'maniple\[watch\]'"):
         listen(Address())
+
+
+def test_a_page_of_a_run_without_its_extra_is_refused_with_the_extra_to_install(monkeypatch, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr("maniple.launch.page._NEEDED", ("no_such_package",))
+    monkeypatch.setitem(sys.modules, "maniple.watch.access", None)  # it needs the package
+    monkeypatch.delattr("maniple.watch.access", raising=False)
+    done = CliRunner().invoke(watch, ["--web", str(tmp_path)])
+    assert isinstance(done.exception, InvalidArgument), done.exception
+    assert "pip install 'maniple[watch]'" in str(done.exception) and not done.output
 
 
 def test_an_address_that_is_taken_is_told():

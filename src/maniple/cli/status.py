@@ -26,11 +26,14 @@ def status(*, run: Path) -> None:
     """
     run = run.resolve()
     click.echo(f"run   {run}")
-    click.echo(f"host  {find_host(run).words}")
+    where = find_host(run)
+    click.echo(f"host  {where.words}")
     for line in _jobs(run):
         click.echo(f"job   {line}")
     board = Board(Folder(run), 0)
     board.refresh()
+    if where.is_dead:
+        board.lose_host()
     for line in plain_lines(board.standings, board.totals):
         click.echo(line)
 

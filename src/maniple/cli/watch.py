@@ -14,6 +14,7 @@ from maniple.watch.web import show
 
 _TICK_S = 0.5
 _LOOK_S = 5.0  # how often it is tried whether the host lives
+_SILENT_S = 60.0  # a host that cannot be asked may be dead if no row has come for so long; steps may take a while
 
 
 @click.command()
@@ -82,14 +83,32 @@ def _follow(subject: Subject, view: View, *, once: bool, logs: bool) -> None:
     while True:
         subject.bring()
         printed = board.refresh()
-        is_last = once or board.has_ended or subject.is_over
-        view.show(board, printed if logs else [], is_last=is_last)
-        if is_last:
-            return
-        if time.monotonic() >= next_look:
+        is_over = board.has_ended or subject.is_over
+        words = ""
+        if not is_over and time.monotonic() >= next_look:
             next_look = time.monotonic() + _LOOK_S
-            where = subject.where()
-            if not where.is_alive and where.words != told:
-                view.say(f"the host {where.words}")
-            told = "" if where.is_alive else where.words
+            words, told = _look(subject, board, told)
+        if words:
+            view.say(words)
+        view.show(board, printed if logs else [], is_last=once or is_over)
+        if once or is_over:
+            return
         time.sleep(_TICK_S)
+
+
+def _look(subject: Subject, board: Board, told: str) -> tuple[str, str]:
+    """Look for the host; gives what is to be said, unless it was `told` before, and what is told now."""
+    where = subject.where()
+    if where.is_dead:
+        time.sleep(_TICK_S)  # one that ends writes down how a moment after its memory is gone
+        where = subject.where()
+    if where.is_dead:
+        board.lose_host()
+    is_silent = board.silent_s > _SILENT_S and not where.has_ended
+    if where.is_alive and not (where.is_assumed and is_silent):
+        return "", ""
+    if is_silent:
+        board.still()
+    words = f"the host {where.words}"
+    silence = f". No row was written for {board.silent_s:,.0f} s" if is_silent and not where.is_dead else ""
+    return words + silence if words != told else "", words

@@ -17,9 +17,13 @@ class Board:
     """All workers' standings, kept up to date by following their rows and logs.
 
     With `from_now_on`, what workers have printed before is passed over: it belongs to an earlier life of the run.
+
+    Attributes:
+        bars: the progress bars that workers are drawing now, by rank; known to the launcher that reads their output.
     """
 
     def __init__(self, folder: Folder, workers: int, *, from_now_on: bool = False) -> None:
+        self.bars: dict[int, tuple[str, ...]] = {}
         self._since = time.time()
         self._story = Story(folder, workers=workers)
         self._sizes = log_sizes(folder) if from_now_on else {}
@@ -38,6 +42,20 @@ class Board:
             printed += [(rank, line.decode(errors="replace")) for line in log.lines()]
         return printed
 
+    def lose_host(self) -> None:
+        """The host is dead now: nobody that it has started trains any more."""
+        self._story.lose_host(time.time())
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no process of the run has written a row."""
+        return time.time() - self._story.until if self._story.until else 0.0
+
+    def still(self) -> None:
+        """Show no rates until workers write rows again."""
+        for standing in self._story.standings.values():
+            standing.still()
+
     @property
     def standings(self) -> dict[int, Standing]:
         """Where each worker stands, in the order of their ranks."""
@@ -52,6 +70,16 @@ class Board:
     def epoch_size(self) -> int:
         """The samples of one epoch, or 0."""
         return self._story.epoch_size
+
+    @property
+    def epochs(self) -> float:
+        """How many epochs the workers have trained together; 0 where the size of one is not known."""
+        return self.totals.samples / self._story.epoch_size if self._story.epoch_size else 0.0
+
+    @property
+    def validations(self) -> int:
+        """How many times the center was validated."""
+        return self._story.validations
 
     @property
     def stop(self) -> str:

@@ -337,6 +337,8 @@ class _Run:
         return exit_code
 
     def _show(self, *, is_last: bool = False) -> None:
+        outputs = {process.rank: process.output for process in self._processes if process.is_running}
+        self._board.bars = {rank: output.bars for rank, output in outputs.items() if output is not None}
         self._tell(lambda: self._view.show(self._board, self._board.refresh(), is_last=is_last))
         running = [process.rank for process in self._processes if process.is_running]
         for line in self._stopping.news(self._board.stop, running):

@@ -2,7 +2,8 @@
 
 The log lies in the run folder. If the process had that file as its standard output, a full disk would fail its
 `print`, and end the training for a line of text; so the launcher reads a pipe and writes the log, and keeps what the
-disk does not take. Each process has a thread here, so that a terminal that stands still holds up no one.
+disk does not take. Each process has a thread here, so that a terminal that stands still holds up no one. Progress bars
+are thinned out on the way (`redraw`).
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from maniple.launch.redraw import Redraw
 from maniple.record.events import open_rows
 
 # What a process may print while the launcher is stopped. Linux grants a user 64 MiB for pipes, and then 8 KiB each.
@@ -29,10 +31,13 @@ class Output:
 
     Attributes:
         problem: why the log could not be written the last time that it could not; "" if it always could.
+        bars: the progress bars that the process is drawing now, one string for each row.
     """
 
     def __init__(self, log: Path, before: "Output | None" = None) -> None:
         self.problem = ""
+        self.bars: tuple[str, ...] = ()
+        self._redraw = Redraw()
         self._log, self._file = log, -1
         with suppress(OSError):  # there is a log of each process, also of one that says nothing
             log.touch()
@@ -55,6 +60,8 @@ class Output:
         """Bring all that was printed until now to the log. What the process has left running may print on."""
         with self._lock:
             self._pump()
+            self._put(self._redraw.flush())
+            self._shut_if_over()
 
     def hand_over(self) -> tuple[bytearray, int]:
         """Give away what could not be written, and how many bytes before that are lost."""
@@ -67,7 +74,8 @@ class Output:
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         while self._is_open:
-            has_come = poll.poll(_IDLE_S * 1000 if self._kept or self._file >= 0 else None)
+            is_idle = not self._kept and self._file < 0 and self._redraw.is_plain
+            has_come = poll.poll(None if is_idle else _IDLE_S * 1000)
             with self._lock:
                 self._pump()
                 if not has_come:  # descriptors are scarce where there are many workers
@@ -83,12 +91,20 @@ class Output:
                 piece = os.read(self._reading, _PIECE_BYTES)
             except BlockingIOError:
                 break
-            self._put(piece)
-            if not piece:
+            if piece:
+                self._put(self._redraw.feed(piece, time.monotonic()))
+            else:
                 self._is_open = False
                 os.close(self._reading)
+                self._put(self._redraw.flush())
+        if waiting := self._redraw.due(time.monotonic()):
+            self._put(waiting)
+        self.bars = self._redraw.live if self._is_open else ()
         if self._kept:
             self._put(b"")
+        self._shut_if_over()
+
+    def _shut_if_over(self) -> None:
         if not self._is_open:
             self._shut()
 

@@ -1,7 +1,7 @@
 """Standings as words: the columns of the live table, of plain lines and of `maniple status`."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,8 +41,9 @@ def columns(standing: Standing) -> dict[str, str]:
 def total_line(totals: Totals) -> str:
     """The run in one line."""
     rate, unit = (totals.samples_per_s, "samples") if totals.samples else (totals.steps_per_s, "steps")
+    mean = "" if totals.live else " in the mean"  # nobody trains any more
     return (
-        f"{rate:,.0f} {unit}/s, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
+        f"{rate:,.0f} {unit}/s{mean}, busy {totals.busy_workers:.2f} of {totals.workers} workers, "
         f"goodput {totals.goodput:.0%}, center version {totals.version:,}"
     )
 
@@ -56,8 +57,10 @@ def as_numbers(standings: Mapping[int, Standing], totals: Totals) -> dict[str, A
     return {"workers": workers, "totals": asdict(totals)}
 
 
-def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int) -> Group:
-    """All workers, as far as `height` lines allow, and the run as a whole."""
+def live_table(
+    standings: Mapping[int, Standing], totals: Totals, *, height: int, bars: Mapping[int, Sequence[str]] | None = None
+) -> Group:
+    """All workers, as far as `height` lines allow, the progress bars that they draw, and the run as a whole."""
     room = max(4, height - _OWN_LINES)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", *columns(Standing())):
@@ -71,7 +74,16 @@ def live_table(standings: Mapping[int, Standing], totals: Totals, *, height: int
     if rest := left_out(standings, shown):
         table.add_row("…", rest)
     whole = Text(f"all: {total_line(totals)}" if totals.steps else "", style="bold", no_wrap=True, overflow="ellipsis")
-    return Group(table, whole)
+    drawn = bar_lines(bars or {}, room - table.row_count)
+    return Group(table, *(Text(line, no_wrap=True, overflow="ellipsis") for line in drawn), whole)
+
+
+def bar_lines(bars: Mapping[int, Sequence[str]], room: int) -> list[str]:
+    """The progress bars of all workers, at most `room` lines: of each the innermost, if there is no room for all."""
+    lines = [f"W{rank} | {bar}" for rank, rows in sorted(bars.items()) for bar in rows]
+    if len(lines) > room:
+        lines = [f"W{rank} | {rows[-1]}" for rank, rows in sorted(bars.items()) if rows]
+    return lines[: max(0, room)]
 
 
 def chosen(standings: Mapping[int, Standing], room: int) -> list[int]:

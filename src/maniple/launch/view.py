@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
@@ -15,8 +16,10 @@ from rich.text import Text
 from maniple.launch.board import Board
 from maniple.launch.table import as_numbers, live_table, plain_lines
 from maniple.record.folder import json_line
+from maniple.story import Totals
+from maniple.story.standing import WAITING
 
-_PLAIN_EVERY_S = 5.0
+_PLAIN_FIRST_S, _PLAIN_LONGEST_S = 5.0, 60.0  # between two looks at all workers, at the beginning and later
 _JSON_EVERY_S = 1.0
 
 
@@ -59,18 +62,46 @@ class Words(View):
 
 
 class Lines(Words):
-    """Plain lines: what workers print, and every few seconds where they stand."""
+    """Plain lines: what workers print, and where they stand: a worker whose state changes at once, all of them at
+    growing intervals and after an epoch or a validation. What was said of a worker is not said again."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._last = time.monotonic()
+        self._clock, self._interval_s = clock, _PLAIN_FIRST_S
+        self._last = clock()
+        self._reached: tuple[int, int] = (0, 0)  # epochs and validations
+        self._states: dict[int, tuple[str, int]] = {}
+        self._said: dict[str, str] = {}
 
     def show(self, board: Board, printed: list[tuple[int, str]], *, is_last: bool = False) -> None:
         for rank, line in printed:
             print(f"W{rank} | {line}", flush=True)
-        if is_last or time.monotonic() - self._last >= _PLAIN_EVERY_S:
-            self._last = time.monotonic()
-            for line in plain_lines(board.standings, board.totals):
+        standings = board.standings
+        states = {rank: (one.state, one.lives) for rank, one in standings.items() if one.state not in WAITING}
+        changed = {rank for rank, state in states.items() if self._states.get(rank) != state}
+        self._states = states
+        is_over = bool(changed) and all(one.is_gone for one in standings.values())
+        if is_last or is_over or self._is_due(board):
+            self._say_new(plain_lines(standings, board.totals))
+        elif changed:
+            self._say_new(plain_lines({rank: standings[rank] for rank in sorted(changed)}, Totals()))
+
+    def _is_due(self, board: Board) -> bool:
+        reached = int(board.epochs), board.validations
+        since_s = self._clock() - self._last
+        if since_s >= self._interval_s:
+            self._interval_s = min(2 * self._interval_s, _PLAIN_LONGEST_S)
+        elif since_s < _PLAIN_FIRST_S or reached == self._reached:
+            return False
+        self._last, self._reached = self._clock(), reached
+        return True
+
+    def _say_new(self, lines: list[str]) -> None:
+        """The lines that differ from what was last said of the same worker; of all together if there is such a one."""
+        new = {who: line for line in lines if self._said.get(who := line.partition(":")[0]) != line}
+        if new.keys() != {"all"}:
+            self._said |= new
+            for line in new.values():
                 print(line, flush=True)
 
 
@@ -100,7 +131,8 @@ class Rows(View):
         if is_last or time.monotonic() >= self._next:
             self._next = time.monotonic() + 0.5
             height = self._console.size.height
-            self._live.update(live_table(board.standings, board.totals, height=height), refresh=True)
+            table = live_table(board.standings, board.totals, height=height, bars=board.bars)
+            self._live.update(table, refresh=True)
 
     def say(self, text: str) -> None:
         self._console.print(Text.assemble(("H  ", "bold"), "| ", text))

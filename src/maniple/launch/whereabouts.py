@@ -2,11 +2,14 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maniple.center.segment import check_own, is_guarded, segment_path
 from maniple.errors import InvalidArgument
+from maniple.launch.death import short
 from maniple.place import shared_memory
 from maniple.record import Folder
 from maniple.wire.posted import FILE, Posted
@@ -22,6 +25,7 @@ class Whereabouts:
     is_alive: bool = False
     has_ended: bool = False  # in order: what it had to save is saved
     is_dead: bool = False  # for sure, for it was on this machine
+    is_assumed: bool = False  # to be alive: it is on another machine, and listens to none
 
 
 def find_host(run: Path) -> Whereabouts:
@@ -49,13 +53,24 @@ def find_host(run: Path) -> Whereabouts:
         is_alive = is_alive or _answers(posted)
     else:
         where = f"on {node}, listening to no other machine"
-        is_alive = is_alive or not (is_here or about.get("ended"))  # it may be: what it writes to its folder will tell
-    if is_alive:
-        return Whereabouts(f"is alive {where}", is_alive=True)
+    is_assumed = not is_alive and posted is None and not is_here and not about.get("ended")  # its rows will tell
+    if is_alive or is_assumed:
+        words = "cannot be asked from here: it is" if is_assumed else "is alive"
+        return Whereabouts(f"{words} {where}", is_alive=True, is_assumed=is_assumed)
     if about.get("ended"):
         return Whereabouts("is away: the center is saved, and `--resume` goes on with it", has_ended=True)
-    words = f"does not answer: it was {where}. `--resume` goes on with what it has left"
-    return Whereabouts(words, is_dead=is_here)
+    words = f"{'is dead' if is_here else 'does not answer'}: it was {where}"
+    return Whereabouts(f"{words}. To continue: {resume_command(run, about)}", is_dead=is_here)
+
+
+def resume_command(run: Path, about: Mapping[str, Any]) -> str:
+    """The command that continues a run of which run.json says `about`."""
+    asked: Mapping[str, Any] = about.get("asked") or {}
+    if Folder(run).is_submitted or asked.get("ray"):
+        return f"maniple submit {'--ray' if asked.get('ray') else '--slurm'} --resume {short(run)}, and the script"
+    if (launcher := asked.get("launcher", "maniple")) != "maniple":
+        return f"MANIPLE_RESUME={short(run)} in the environment of {launcher}"
+    return f"maniple {'run' if asked.get('script') or asked.get('model') else 'serve'} --resume {short(run)}"
 
 
 def check_gone(run: Path) -> None:

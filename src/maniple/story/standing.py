@@ -11,6 +11,7 @@ from maniple.story.rows import ProgressRow, column
 
 BAD = frozenset({"failed", "dead", "lost", "killed"})  # states of those who have not come to their end
 _GONE = BAD | {"done", "stopped", "ended"}
+WAITING = frozenset({"starting", "queued"})  # of those who have not joined yet
 _MOST_STATES = 1000
 
 
@@ -127,7 +128,11 @@ class Standing:
         *before, (_, latest) = self.states
         self.state = before[-1][1] if latest == "lost" and before and before[-1][1] in _GONE else latest
         if self.is_gone:
-            self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = 0.0
+            self.still()
+
+    def still(self) -> None:
+        """It makes no steps, as far as is known."""
+        self.steps_per_s = self.samples_per_s = self.bytes_per_s = self.cores = self.compute_share = 0.0
 
     def join(self, row: Row) -> None:
         """It has joined, for the first time or again: its own counts begin at zero."""
@@ -136,7 +141,7 @@ class Standing:
         self.lives += 1
         self.is_unshared = False
         self.node = str(row.get("node", ""))
-        if self.state in {"starting", "queued"}:
+        if self.state in WAITING:
             self.turn("training", max([row["timestamp"], *(when for when, _ in self.states[-1:])]))
 
     def wait(self, row: Row) -> None:

@@ -45,7 +45,7 @@ class Story:
         ages, together: how often parameters were so old (see `Progress`), and how many rounds were made by so many.
         happened: the newest events in the life of the run, with their rows.
         since: when the first worker began, or 0; `until`: the newest row's time.
-        epoch_size: the samples of one epoch, or 0.
+        epoch_size: the samples of one epoch, or 0; `validations`: how many times the center was validated.
         shared: the row by which the first worker told its rule, pace and so on; or nothing.
         stop: when and why the controller let everybody stop.
         exit_code: what the first failed worker's own error asks for.
@@ -71,7 +71,7 @@ class Story:
         self.happened: deque[Row] = deque(maxlen=_MOST_EVENTS)
         self.events = 0  # all that have happened, also those that are forgotten
         self.since = self.until = 0.0
-        self.epoch_size = 0
+        self.epoch_size = self.validations = 0
         self.shared: Row = {}
         self.stop: tuple[float, str] = (0.0, "")
         self.exit_code: int | None = None
@@ -85,6 +85,7 @@ class Story:
         self._changes = 0  # exchanges with the center since then
         self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
         self._told: set[int] = set()  # the workers that the host knows
+        self._started: set[int] = set()  # those whose processes it has started itself
         self._tails = Tails(folder.path / "events")
 
     def refresh(self, within_s: float | None = None) -> bool:
@@ -99,6 +100,15 @@ class Story:
                 if not standing.is_gone:
                     standing.turn("ended", self._ended)
         return True
+
+    def lose_host(self, seen: float) -> None:
+        """The host was seen to be dead at that time, on this machine: the workers that it had started died with it, and
+        others are not heard of. A run that was resumed since then is not affected."""
+        if self.until > seen or self.host_exit_code is not None:
+            return
+        for rank, standing in self.standings.items():
+            if not standing.is_gone:
+                standing.turn("dead" if rank in self._started else "lost", self.until)
 
     def totals(self) -> Totals:
         """The run in a few numbers, at the time of its newest row."""
@@ -160,6 +170,8 @@ class Story:
 
     def _note_member(self, kind: str, row: Row, when: float) -> None:
         """A worker has come or gone."""
+        if kind == "started":
+            self._started.add(int(row["worker"]))
         state = _ended(row) if kind == "exit" else _STATES.get(kind)
         if state is not None:
             self._told.add(int(row["worker"]))
@@ -171,6 +183,7 @@ class Story:
     def _begin(self, row: Row, when: float) -> None:
         """The host has begun, or begun again: nothing that was said of its workers before counts any more."""
         self.host_exit_code = self.exit_code = None
+        self._started.clear()
         self._starts.append(when)
         for rank in range(int(row.get("workers") or 0)):
             self.worker(rank).turn(self._first, when)
@@ -201,6 +214,7 @@ class Story:
             standing.share(row)
             self.shared = self.shared or row
         elif kind == "validated":
+            self.validations += 1
             self.logged.note(CENTER, [row])
         elif kind == "sampler" and not row.get("validation"):
             self.epoch_size = self.epoch_size or int(row["size"])

@@ -32,11 +32,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast as the baseline runs of one rule are, by their numbers of workers."""
+    """How many times as fast as the baseline runs of one rule are, by their numbers of workers.
+
+    Attributes:
+        runs: the places of these runs among all.
+    """
 
     rule: str
     workers: list[int]
     times: list[float]
+    runs: list[int]
 
 
 @dataclass(frozen=True)
@@ -134,12 +139,14 @@ def speedups(runs: list[Run]) -> list[Speedup]:
     able = [run for run in runs if run.overall.rate > 0]
     if base is None or len({run.workers for run in able}) < 2 or len({run.overall.unit for run in able}) > 1:
         return []
-    rules: dict[str, list[tuple[int, float]]] = {}
-    for run in able:
-        rules.setdefault(run.rule, []).append((run.workers, run.overall.rate / base.rate))
+    first = next(i for i, run in enumerate(runs) if run.name == base.name)
+    rules: dict[str, list[tuple[int, float, int]]] = {}
+    for i, run in enumerate(runs):
+        if run.overall.rate > 0:
+            rules.setdefault(run.rule, []).append((run.workers, run.overall.rate / base.rate, i))
     for points in rules.values():  # all begin where the baseline is, also those of other rules
-        if base.workers not in (workers for workers, _ in points):
-            points.append((base.workers, 1.0))
+        if base.workers not in (workers for workers, _, _ in points):
+            points.append((base.workers, 1.0, first))
     return [Speedup(rule, *map(list, zip(*sorted(points), strict=True))) for rule, points in rules.items()]
 
 

@@ -91,9 +91,13 @@ def _draw_times(axes: Any, runs: list[Run]) -> None:
 def _draw_speedups(axes: Any, speedups: list[overlay.Speedup], base: overlay.Baseline | None) -> None:
     most = max(count for one in speedups for count in one.workers)
     least = min(count for one in speedups for count in one.workers)
-    axes.plot([least, most], [1, most / least], color="#999999", ls="--", lw=1, label="as many times as workers")
-    for i, one in enumerate(speedups):
-        axes.plot(one.workers, one.times, marker="o", color=palette.colour(i), label=_plain(one.rule or "runs"))
+    axes.plot([least, most], [1, most / least], color="#cccccc", ls="--", lw=1, label="as many times as workers")
+    for i, one in enumerate(speedups):  # a rule by its marks and strokes: colours are those of the runs
+        mark, stroke = palette.MARKS[i % len(palette.MARKS)], palette.STROKES[i % len(palette.STROKES)]
+        axes.plot(one.workers, one.times, color=palette.RULE, lw=1, ls=stroke, zorder=2)
+        colours = [palette.colour(run) for run in one.runs]
+        axes.scatter(one.workers, one.times, c=colours, marker=mark, s=36, zorder=3)
+        axes.plot([], [], color=palette.RULE, lw=1, ls=stroke, marker=mark, label=_plain(one.rule or "runs"))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="workers", ylabel="times as fast", ylim=(0, None))
     axes.set_title(base.title if base else "", fontsize="small")

@@ -33,7 +33,7 @@ class Scene:
         self._written = 0  # when run.json was
         self._story = self._begin()
         self._lock = threading.Lock()
-        self._next = self._host_due = 0.0
+        self._next = self._host_due = self._looked = 0.0
 
     @contextmanager
     def story(self, *, is_last: bool = False) -> Generator[Story]:
@@ -54,9 +54,10 @@ class Scene:
 
     def look_for_host(self) -> None:
         """Ask where the host is: this may take seconds, and is done outside of the story's lock."""
-        self._host_due = time.monotonic() + _HOST_EVERY_S
+        self._host_due, looked = time.monotonic() + _HOST_EVERY_S, time.time()
         try:
             self.host = self.subject.where()
+            self._looked = looked
         except (ManipleError, OSError, ValueError) as error:  # the folder is being written, or is gone
             self.host = Whereabouts(str(error))
 
@@ -71,6 +72,8 @@ class Scene:
         except ManipleError as error:
             self.host = Whereabouts(str(error))
         self.is_whole = self._story.refresh(_READING_S)
+        if self.is_whole and self.host.is_dead:
+            self._story.lose_host(self._looked)
         with suppress(OSError, ValueError):  # there is none yet
             written = (self.subject.folder.path / "run.json").stat().st_mtime_ns
             if written != self._written:

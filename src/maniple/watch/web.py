@@ -16,9 +16,9 @@ _FAREWELL_S = 3  # for the last news to arrive
 
 def show(subject: Subject, where: str, *, may_steer: bool, opens: bool) -> None:
     """Serve the page at ADDRESS for a person at a terminal, who is told where, until Ctrl-C."""
-    from maniple.watch.access import Access
+    with listen(Address.parse(where, default_port=0)) as door:  # refuses if the extra is not installed
+        from maniple.watch.access import Access
 
-    with listen(Address.parse(where, default_port=0)) as door:
         access = Access.of(door)
         address = page_address(door, access.token)
         print(f"{subject.name} is shown at\n    {address}\nuntil Ctrl-C.", flush=True)
