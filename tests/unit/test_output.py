@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress
@@ -154,6 +154,7 @@ PRINTED = st.lists(
 
 
 @given(PRINTED, st.lists(st.integers(1, 6)))
+@example([b"\r", b"\x08", b"\n"], [1, 1])
 def test_output_is_the_same_however_the_pipe_cuts_it(printed, cuts):
     whole = b"".join(printed)
     ends = [0, *(sum(cuts[: k + 1]) for k in range(len(cuts)))]

@@ -114,7 +114,8 @@ class Redraw:
         if not last.is_redrawn and last.text:
             out += (b"\n" if self._is_open else b"") + last.text
             self._is_open = True
-        self._rows, self._at = [_Row()], 0
+        # A blank row that was redrawn stays one, so that its line end is no blank line, whenever it comes.
+        self._rows, self._at = [_Row(is_redrawn=last.is_redrawn, is_at_start=last.is_redrawn)], 0
         return out
 
     def _is_due(self, i: int, row: _Row) -> bool:
