@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1, help="passes over the text (1)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step and worker (16)")
     parser.add_argument("--lr", type=float, default=0.003, help="Adam's learning rate (0.003)")
+    parser.add_argument("--threads", type=int, default=1, help="per worker; 0: as PyTorch or the launcher likes (1)")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     worker = maniple.join()
     torch.manual_seed(worker.seed)
     text = args.text.read_text(encoding="utf-8", errors="replace") if args.text else standard_library()
@@ -72,6 +74,11 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     replica = worker.share(model, optimizer)
     batches = DataLoader(train, batch_size=args.batch_size, sampler=worker.sampler(train))
+    parameters, who = sum(p.numel() for p in model.parameters()), f"worker {worker.rank} of {worker.world}"
+    print(
+        f"{who}: {train.numel():,} characters, {parameters:,} parameters, threads: {torch.get_num_threads()}",
+        flush=True,
+    )
     for epoch in worker.epochs(args.epochs):
         for rows in batches:
             optimizer.zero_grad()
@@ -80,14 +87,12 @@ def main() -> None:
             optimizer.step()
             if replica.steps % 20 == 0:
                 worker.log(loss=loss, epoch=epoch)
+                print(f"{who}: epoch {epoch}, {replica.steps:,} steps, {loss:.2f} bits in the last batch", flush=True)
     with replica.center(), torch.no_grad():
         bits = sum(model(rows) * len(rows) for rows in test.split(args.batch_size)) / len(test)
     shares = train.flatten().bincount() / train.numel()
     known = -(shares * shares.clamp(min=1e-9).log2()).sum()
-    print(
-        f"worker {worker.rank} of {worker.world}: {replica.steps:,} steps, {bits:.2f} bits per character in the "
-        f"test of the center (by frequencies alone: {known:.2f})"
-    )
+    print(f"{who}: {bits:.2f} bits per character in the test of the center (by frequencies alone: {known:.2f})")
 
 
 if __name__ == "__main__":

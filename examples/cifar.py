@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="passes over the pictures (3)")
     parser.add_argument("--batch-size", type=int, default=32, help="pictures per step and worker (32)")
     parser.add_argument("--lr", type=float, default=0.002, help="Adam's learning rate (0.002)")
+    parser.add_argument("--threads", type=int, default=1, help="per worker; 0: as PyTorch or the launcher likes (1)")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     worker = maniple.join()
     torch.manual_seed(worker.seed)
     train, test = (
@@ -72,6 +74,10 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     replica = worker.share(model, optimizer)
     batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))
+    parameters, who = sum(p.numel() for p in model.parameters()), f"worker {worker.rank} of {worker.world}"
+    print(
+        f"{who}: {len(train[0]):,} pictures, {parameters:,} parameters, threads: {torch.get_num_threads()}", flush=True
+    )
     for epoch in worker.epochs(args.epochs):
         for pictures, labels in batches:
             optimizer.zero_grad()
@@ -80,9 +86,10 @@ def main() -> None:
             optimizer.step()
             if replica.steps % 20 == 0:
                 worker.log(loss=loss, epoch=epoch)
-    with replica.center():
-        shared = accuracy(model, *test)
-    print(f"worker {worker.rank} of {worker.world}: {replica.steps:,} steps, test accuracy of the center {shared:.1%}")
+                print(f"{who}: epoch {epoch}, {replica.steps:,} steps, loss {loss:.2f}", flush=True)
+        with replica.center():  # the shared parameters
+            shared = accuracy(model, *test)
+        print(f"{who}: epoch {epoch} is over, test accuracy of the center {shared:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python examples/demo.py
 
-Every number in the table is measured here and now. Alone, the script runs twice, on one thread and on all
-cores, and the workers are compared with the faster one. The accuracy of the center is that of the saved
-file, loaded into a fresh model.
+Every number in the table is measured here and now. Alone, the script runs twice, on one thread and on all cores, and
+the workers are compared with the faster one. The accuracy of the center is that of the saved file.
 """
 
 import argparse
@@ -27,11 +26,12 @@ SCRIPT = ROOT / "examples" / "digits.py"
 
 def train_alone(*options: str) -> tuple[float, float]:
     """Run the script by itself; gives samples/s and test accuracy, from the line that it prints."""
-    done = subprocess.run([sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout, end="", flush=True)
-    found = re.search(r"([\d,]+) samples/s, test accuracy ([\d.]+)%", done.stdout)
-    if done.returncode or not found:
-        sys.exit(f"demo: {SCRIPT} alone ended with exit code {done.returncode}; what it printed is above.")
+    child, found = subprocess.Popen([sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, text=True), None
+    for line in child.stdout or ():
+        print(line, end="", flush=True)
+        found = re.search(r"([\d,]+) samples/s, test accuracy ([\d.]+)%", line) or found
+    if child.wait() or not found:
+        sys.exit(f"demo: {SCRIPT} alone ended with exit code {child.returncode}; what it printed is above.")
     return float(found[1].replace(",", "")), float(found[2]) / 100
 
 

@@ -4,8 +4,8 @@
     maniple run -n 2 examples/digits.py                # two workers, one shared model
     maniple run -n 2 --rule downpour --every 1 examples/digits.py --epochs 20
 
-Two lines make the difference: `maniple.join()` and `worker.share(model, optimizer)`. In each epoch the
-sampler gives every worker its own part of the images, so that N workers together see as many images as
+Three lines make the difference: `maniple.join()`, `worker.share(model, optimizer)` and `worker.sampler(x)`. In each
+epoch the sampler gives every worker its own part of the images, so that N workers together see as many images as
 one worker alone, in about 1/N of the time. Rule and pace are left to the command line.
 
 The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
@@ -61,9 +61,12 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     replica = worker.share(model, optimizer)  # line 2: share the model; optimizer.step() exchanges when it is due
 
-    batches = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, sampler=worker.sampler(x))
+    sampler = worker.sampler(x)  # line 3: divide the images of each epoch among the workers
+    batches = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, sampler=sampler)
+    parameters, who = sum(p.numel() for p in model.parameters()), f"worker {worker.rank} of {worker.world}"
+    print(f"{who}: {len(x):,} images, {parameters:,} parameters, threads: {torch.get_num_threads()}", flush=True)
     samples, start = 0, time.perf_counter()
-    for _ in worker.epochs(args.epochs):
+    for epoch in worker.epochs(args.epochs):
         for images, labels in batches:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -72,6 +75,8 @@ def main() -> None:
             samples += len(labels)
             if replica.steps % 20 == 0:
                 worker.log(loss=loss)
+            if replica.steps % 1000 == 0:
+                print(f"{who}: epoch {epoch}, {replica.steps:,} steps, loss {loss:.3f}", flush=True)
     duration = time.perf_counter() - start
 
     own = accuracy(model, x_test, y_test)  # of this worker's replica
@@ -79,7 +84,7 @@ def main() -> None:
         center = accuracy(model, x_test, y_test)
     worker.log(own_accuracy=own, center_accuracy=center)
     print(
-        f"worker {worker.rank} of {worker.world}: {samples:,} samples in {duration:.1f} s, "
+        f"{who}: {samples:,} samples in {duration:.1f} s, "
         f"{samples / duration:,.0f} samples/s, test accuracy {center:.1%} (own replica {own:.1%})"
     )
 

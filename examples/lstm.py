@@ -38,8 +38,7 @@ def generate(part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
     words = rng.integers(1, 101, (count, length))
     words[np.arange(length) >= rng.integers(length // 2, length + 1, count)[:, None]] = 0
     balance = ((words >= 1) & (words <= 10)).sum(1) - ((words >= 11) & (words <= 20)).sum(1)
-    words, balance = words[balance != 0], balance[balance != 0]
-    return torch.from_numpy(words), torch.from_numpy((balance > 0).astype(np.float32))
+    return torch.from_numpy(words[balance != 0]), torch.from_numpy((balance[balance != 0] > 0).astype(np.float32))
 
 
 class Reader(nn.Module):
@@ -65,18 +64,18 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the reviews (6)")
     parser.add_argument("--ask", action="store_true", help="let the controller say when to validate and to stop")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # so small a network gains nothing from more
     worker = maniple.join()
     torch.manual_seed(worker.seed)
-    train, test = (
-        read(args.data, part, count, args.length) if args.data else generate(part, count, args.length)
-        for part, count in (("train", args.reviews), ("test", args.reviews // 2))
-    )
-    model = Reader(10_000 if args.data else 101, width=32)
+    load = (lambda *which: read(args.data, *which)) if args.data else generate
+    train, test = load("train", args.reviews, args.length), load("test", args.reviews // 2, args.length)
+    model, cost = Reader(10_000 if args.data else 101, width=32), nn.BCEWithLogitsLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    cost = nn.BCEWithLogitsLoss()
     replica = worker.share(model, optimizer)
     batches = DataLoader(TensorDataset(*train), batch_size=32, sampler=worker.sampler(train[0]))
-    passes = itertools.chain.from_iterable(itertools.repeat(batches, args.epochs))
+    passes = (batch for _ in worker.epochs(args.epochs) for batch in batches)
+    parameters, who = sum(p.numel() for p in model.parameters()), f"worker {worker.rank} of {worker.world}"
+    print(f"{who}: {len(train[0]):,} reviews, {parameters:,} parameters, threads: 1", flush=True)
     while (what := worker.ask("next") if args.ask else "train") != "stop":
         if what == "validate":
             with replica.center(), torch.no_grad():
@@ -90,9 +89,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         worker.log(loss=loss)
+        print(f"{who}: {replica.steps:,} steps, loss {loss:.3f}", flush=True)
     with replica.center(), torch.no_grad():
         accuracy = ((model(test[0]) > 0) == (test[1] > 0)).float().mean().item()
-    print(f"worker {worker.rank} of {worker.world}: test accuracy of the center {accuracy:.1%}")
+    print(f"{who}: {replica.steps:,} steps, test accuracy of the center {accuracy:.1%}")
 
 
 if __name__ == "__main__":

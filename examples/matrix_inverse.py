@@ -40,18 +40,25 @@ def main() -> None:
     random = np.random.default_rng(worker.seed)  # different vectors on every worker
     # The largest rate that is safe: |A|^2 times the largest eigenvalue that V V' / b is likely to have.
     lr = 1 / (np.linalg.norm(A, 2) ** 2 * (1 + np.sqrt(n / b)) ** 2)
-    for step in range(args.steps // worker.world):
+    who, steps = f"worker {worker.rank} of {worker.world}", args.steps // worker.world
+    print(f"{who}: {n} x {n} numbers, {steps:,} steps with {b} vectors each", flush=True)
+    for step in range(steps):
         V = random.standard_normal((n, b))
         error = A @ (X @ V) - V
-        X -= lr * A.T @ error @ V.T / b
+        gradient = A.T @ error @ V.T / b
+        replica.reduce({"inverse": gradient})  # under BSP, the mean over all workers; else as it is
+        X -= lr * gradient
         replica.samples = b  # counted, for samples/s
         replica.step()  # exchanges with the center if the pace says so
         if step % 100 == 0:
-            worker.log(loss=(error**2).sum() / (2 * b))
+            loss = (error**2).sum() / (2 * b)
+            worker.log(loss=loss)
+            if step % 500 == 0:
+                print(f"{who}: {step:,} steps, loss {loss:.1e}", flush=True)
 
     with replica.center():
         residual = np.linalg.norm(A @ X - np.eye(n)) / np.sqrt(n)
-    print(f"worker {worker.rank} of {worker.world}: residual |A X - I| / |I| of the center is {residual:.1e}")
+    print(f"{who}: residual |A X - I| / |I| of the center is {residual:.1e}")
 
 
 if __name__ == "__main__":

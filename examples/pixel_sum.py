@@ -53,7 +53,8 @@ def train(args: argparse.Namespace) -> None:
     is_fed = worker.world > 1
     source = worker.feed() if is_fed else maniple.Prefetch(batches(0, args.batches, args.batch_size))
 
-    taken = 0
+    taken, who = 0, f"worker {worker.rank} of {worker.world}"
+    print(f"{who}: {len(weights)} weights, batches {'from a feed' if is_fed else 'made here'}", flush=True)
     for images, sums in source:
         pixels = images.reshape(len(images), -1)
         error = pixels @ weights - sums
@@ -63,12 +64,12 @@ def train(args: argparse.Namespace) -> None:
         taken += 1
         if taken % 100 == 0:
             worker.log(loss=float((error**2).mean()))
+        if taken % 1000 == 0:
+            print(f"{who}: {taken:,} batches, loss {(error**2).mean():.1e}", flush=True)
 
     with replica.center():
         off = np.abs(weights - 1).max()
-    print(
-        f"worker {worker.rank} of {worker.world}: {taken} batches, weights of the center are off by {off:.3f} at most"
-    )
+    print(f"{who}: {taken} batches, weights of the center are off by {off:.3f} at most")
 
 
 def main() -> None:

@@ -67,6 +67,7 @@ def main() -> None:
 
     x, y, x_test, y_test = load()
     with maniple.Pool(args.workers) as pool:
+        print(f"{len(x):,} images, {pool.n} workers", flush=True)
         train = pool.train_function(build(args.hidden), loss, "momentum", lr=args.lr)
         test = pool.function(accuracy, scatter=("x", "y"), reduce="mean")
         step, check = (train.serial, test.serial) if args.serial else (train, test)
@@ -82,7 +83,7 @@ def main() -> None:
             losses = [step(x, y, **{select: batch}) for batch in batches(rows, size, epoch)]
             duration = time.perf_counter() - start
             right = check(train.model, x_test, y_test, num_slices=4)  # all test images in one call
-            print(f"epoch {epoch}: loss {np.mean(losses):.4f}, test accuracy {right:.2%}, {duration:.2f} s")
+            print(f"epoch {epoch}: loss {np.mean(losses):.4f}, test accuracy {right:.2%}, {duration:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

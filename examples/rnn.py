@@ -74,6 +74,8 @@ def main() -> None:
     )
 
     batches = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, sampler=worker.sampler(x))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"worker {worker.rank}: {len(x):,} images, {parameters:,} parameters, threads: 1", flush=True)
     while not worker.should_stop:
         for images, labels in batches:  # ends early when it is time to stop
             optimizer.zero_grad()
@@ -81,6 +83,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()  # and an exchange, if one is due
             worker.log(loss=loss)
+            if replica.steps % 500 == 0:
+                print(f"worker {worker.rank}: {replica.steps:,} steps, loss {loss:.3f}", flush=True)
 
     with replica.center():  # alone, the replica is the center
         shared = accuracy(model, x_test, y_test)

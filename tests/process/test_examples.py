@@ -55,7 +55,7 @@ def together(folder: Path, example: str, *options: str, how: tuple[str, ...] = (
     assert all(np.isfinite(value).all() for value in run.center.values())
     assert not (shared_memory() / f"maniple-{run.description['lineage']}").exists()
     assert all(is_gone(run.pid(rank)) for rank in (0, 1))
-    if "bsp" not in how:  # it has no exchanges, but rounds
+    if not {"bsp", "localsgd"} & set(how):  # they have no exchanges, but rounds
         assert len(run.events(0, "exchange")) > 1, "the workers have not trained one model"
     return run
 
@@ -77,6 +77,12 @@ def serving(folder: Path, *options: str) -> Iterator[Run]:
 
 def percents(text: str, what: str) -> list[float]:
     return [float(value) for value in re.findall(rf"{what} ([\d.]+)%", text)]
+
+
+def shows_progress(printed: str) -> bool:
+    """Whether an example has said what it trains, then several times how far it is, then the result."""
+    lines = printed.splitlines()
+    return lines[0].endswith("parameters, threads: 1") and sum(" steps, " in line for line in lines[1:-1]) > 3
 
 
 def module(example: str) -> ModuleType:
@@ -117,6 +123,37 @@ def test_digits_are_learned_on_two_workers_with_as_many_samples_as_alone(tmp_pat
     assert all("own_accuracy" in run.events(rank, "log")[-1] for rank in (0, 1))
 
 
+ORDINARY = ("--epochs", "3", "--width", "8", "--loaders", "1")  # with two, most of the time is that of starting them
+
+
+@bare
+@pytest.mark.parametrize("rule", ["bsp", "localsgd"])
+def test_an_ordinary_script_runs_under_every_rule_and_saves_the_best_shared_model(rule: str, tmp_path):
+    pytest.importorskip("sklearn")
+    import torch
+
+    run = together(tmp_path, "ordinary.py", *ORDINARY, "--save", str(tmp_path / "best.pt"), how=("--rule", rule))
+    best = [percents(run.log(rank), "best validation accuracy") for rank in (0, 1)]
+    assert min(best) > [80]
+    steps = re.findall(r"worker (\d) of 2: (\d+) steps", run.output)
+    assert sorted(rank for rank, _ in steps) == ["0", "1"]
+    assert all(0 < int(count) <= 3 * 22 for _, count in steps)  # no more than the schedule has
+    ordinary = module("ordinary.py")
+    model = ordinary.build(8)
+    model.load_state_dict(torch.load(tmp_path / "best.pt"))
+    loader = torch.utils.data.DataLoader(ordinary.load()[1], 256)
+    assert 100 * ordinary.validate(model, loader) == pytest.approx(best[0][0], abs=0.051)
+
+
+@bare
+def test_an_ordinary_script_runs_alone(tmp_path):
+    pytest.importorskip("sklearn")
+    printed = alone("ordinary.py", *ORDINARY, cwd=tmp_path)
+    assert percents(printed, "best validation accuracy")[0] > 80
+    assert "worker 0 of 1: 132 steps" in printed
+    assert (tmp_path / "best.pt").exists()
+
+
 def lstm_data() -> tuple[tuple[str, ...], float]:
     """Real reviews where MANIPLE_DATA names their folder, and a safe bound on the accuracy in percent."""
     folder = os.environ.get("MANIPLE_DATA")
@@ -130,7 +167,9 @@ def lstm_data() -> tuple[tuple[str, ...], float]:
 def test_lstm_learns_alone():
     pytest.importorskip("torch")
     options, bound = lstm_data()
-    assert percents(alone("lstm.py", *options), "test accuracy of the center")[0] > bound
+    printed = alone("lstm.py", *options)
+    assert shows_progress(printed), printed
+    assert percents(printed, "test accuracy of the center")[0] > bound
 
 
 @bare
@@ -155,7 +194,9 @@ def cifar_data() -> tuple[tuple[str, ...], float]:
 def test_pictures_are_named_alone():
     pytest.importorskip("torch")
     options, bound = cifar_data()
-    assert percents(alone("cifar.py", *options), "test accuracy of the center")[0] > bound
+    printed = alone("cifar.py", *options)
+    assert shows_progress(printed), printed
+    assert percents(printed, "test accuracy of the center")[-1] > bound
 
 
 @bare
@@ -163,9 +204,9 @@ def test_pictures_are_named_by_two_workers(tmp_path):
     pytest.importorskip("torch")
     options, bound = cifar_data()
     run = together(tmp_path, "cifar.py", *options)
-    accuracies = percents(run.output, "test accuracy of the center")
-    assert len(accuracies) == 2
-    assert max(accuracies) > bound
+    accuracies = [percents(run.log(rank), "test accuracy of the center") for rank in (0, 1)]
+    assert [len(each) for each in accuracies] == [3, 3]  # after each epoch
+    assert max(each[-1] for each in accuracies) > bound
 
 
 SMALL_TEXT = ("--characters", "60000", "--width", "32", "--epochs", "2")
@@ -181,7 +222,10 @@ def bits(printed: str) -> list[tuple[float, float]]:
 def test_the_transformer_learns_alone_from_a_text_of_ones_own(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "text.txt").write_text("Wie heißt das? " * 4000)
-    ((reached, by_frequencies),) = bits(alone("char_transformer.py", *SMALL_TEXT, "--text", str(tmp_path / "text.txt")))
+    options = (*SMALL_TEXT, "--text", str(tmp_path / "text.txt"))
+    printed = alone("char_transformer.py", *options)
+    assert shows_progress(printed), printed
+    ((reached, by_frequencies),) = bits(printed)
     assert reached < 0.5 < 3 < by_frequencies
 
 

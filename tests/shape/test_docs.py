@@ -1,7 +1,6 @@
 """README and docs: their code runs and their commands are understood, as pasted."""
 
 import contextlib
-import os
 import re
 import shlex
 import subprocess
@@ -22,28 +21,31 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
-def test_the_script_of_the_readme_runs_alone_and_on_two_workers(tmp_path):
+def test_two_workers_of_the_readmes_script_divide_the_work_and_learn_as_much_as_one(tmp_path):
     pytest.importorskip("torch")
-    # On a busy machine PyTorch's threads wait for each other, ten times as long.
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     train, load, *_ = blocks(ROOT / "README.md", "python")
-    # Without a seed, a worker that ends before the other begins comes near the bound: 0.396 in the worst of 60 trials.
-    seeded = train.replace("import maniple\n", "import maniple\n\ntorch.manual_seed(0)\n", 1)
-    (tmp_path / "train.py").write_text(seeded)
-    for command in (["python", "train.py"], ["maniple", "run", "-n", "2", "train.py"]):
+    (tmp_path / "train.py").write_text(train)
+
+    def steps_and_accuracies(*command: str) -> tuple[list[int], list[float], str]:
         program = [sys.executable] if command[0] == "python" else [str(Path(sys.executable).with_name("maniple"))]
-        done = subprocess.run(
-            [*program, *command[1:]], cwd=tmp_path, env=one_thread, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run([*program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
-        losses = [float(loss) for loss in re.findall(r"loss of the shared model: (\S+)", done.stdout)]
-        assert len(losses) == (1 if command[0] == "python" else 2)
-        assert max(losses) < 0.4
+        found = re.findall(r"worker \d: ([\d,]+) steps in [\d.]+ s, validation accuracy ([\d.]+)%", done.stdout)
+        return [int(steps.replace(",", "")) for steps, _ in found], [float(each) for _, each in found], done.stdout
+
+    (alone,), (reached,), _ = steps_and_accuracies("python", "train.py")
+    steps, accuracies, printed = steps_and_accuracies("maniple", "run", "-n", "2", "train.py")
+    assert alone == 15 * 20_000 / 32
+    assert len(steps) == 2 and min(steps) > 0, printed  # nobody comes too late to take part
+    assert "300,000 samples in" in printed  # each sample once per epoch, over both: as many as alone
+    assert reached > 93  # 95.5; guessing gives 50
+    assert min(accuracies) > reached - 2, printed  # 94.9 to 95.5, by which worker exchanges when
+    assert max(accuracies) - min(accuracies) < 1.5, printed  # both validate the shared model, not their own
     model = train.partition("worker = ")[0]
     (tmp_path / "load.py").write_text(
         f"{model}\nbefore = model[0].weight.clone()\n{load}\nassert (model[0].weight != before).any()"
     )
-    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, env=one_thread, check=True, timeout=120)
+    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pool.md"])
