@@ -69,6 +69,36 @@ def test_maniple_run_gives_the_circle_torch_a_place_to_meet(run):
     assert_numbers("".join(going.log(rank) for rank in range(3)), 3)
 
 
+# Stands in for GPUs: the model says that it lies there, and is carried by Gloo.
+ON_GPUS = """
+import maniple.circle.torch, maniple.worker.circles
+from maniple.adapters.arrays import Arrays
+from maniple.circle.rounds import Rounds
+
+Arrays.device = property(lambda model: f"cuda:{worker.rank if DIFFER else 0}")
+maniple.worker.circles.gpu_of = lambda device: (device, "")
+maniple.circle.torch.Torch.reside = lambda self, sizes, wire, device: Rounds.reside(self, sizes, wire=wire)
+"""
+
+
+def test_gradients_on_gpus_of_one_machine_meet_over_torch_by_default(run):
+    require("torch", find_spec("torch") is not None, "no torch")
+    done = run(ON_GPUS.replace("DIFFER", "True") + SCRIPT, "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert "2 workers meet in the circle torch" in done.output
+    assert [row["engine"] for rank in (0, 1) for row in done.events(rank, "circle")] == ["torch", "torch"]
+    assert_numbers(done.output, 2)
+
+
+def test_workers_that_share_a_gpu_meet_in_host_memory(run):
+    require("torch", find_spec("torch") is not None, "no torch")
+    done = run(ON_GPUS.replace("DIFFER", "False") + SCRIPT, "-n", "2")
+    assert done.process.returncode == 0, done.output
+    assert "host memory, not over NCCL: workers 0 and 1 share one GPU (cuda:0), which NCCL refuses" in done.output
+    assert [row["engine"] for rank in (0, 1) for row in done.events(rank, "circle")] == ["shared", "shared"]
+    assert_numbers(done.output, 2)
+
+
 def test_torchrun_starts_a_circle_as_it_is(tmp_path, monkeypatch):
     require("torch", find_spec("torch") is not None, "no torch")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -9,6 +9,7 @@ from maniple.adapters.arrays import Arrays, Average, Gather, Params
 from maniple.contracts import Array, Model, Part
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
+from maniple.place.machine import visible_gpus
 
 
 class Adapter(Model, Protocol):
@@ -169,3 +170,14 @@ def own_device(number: int) -> str:
     if torch is not None and torch.cuda.is_available():
         return f"cuda:{number % torch.cuda.device_count()}"
     return "cpu"
+
+
+def gpu_of(device: str) -> tuple[str, str]:
+    """The name of a GPU, which no other of this machine has, and why NCCL cannot reach it; both may be empty."""
+    torch = sys.modules.get("torch")
+    if torch is None or not device.startswith("cuda"):
+        return "", ""
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    # By its own number: with CUDA_VISIBLE_DEVICES each worker may call another GPU cuda:0.
+    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) or f"{visible_gpus()} {device}"
+    return name, "" if has_nccl else "has a torch that was built without NCCL"

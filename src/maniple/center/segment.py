@@ -12,7 +12,8 @@
                            stage-*   what one remote worker has under way, while it is connected
                            words     how far the contributions of each remote worker are in the center
                            feed-*/   a queue of batches
-                           circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers
+                           circle-*  who meets there; circle-0.RANK.* a worker's slots, circle-0.parcel-* for newcomers,
+                                     circle-0.device-RANK and circle-0.engine where gradients lie and meet
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the network side; saving: by who writes a snapshot, and how many are kept
                            restored  if the center began again from a snapshot; resumed: workers may continue with

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,13 @@ class Torch(Rounds):
 
     @classmethod
     def open(
-        cls, place: Place, name: str, *, deadline_s: float = CIRCLE_DEADLINE_S, deterministic: bool = False
+        cls,
+        place: Place,
+        name: str,
+        *,
+        deadline_s: float = CIRCLE_DEADLINE_S,
+        deterministic: bool = False,
+        folder: Path | None = None,
     ) -> "Torch":
         """Meet the other workers.
 
@@ -55,8 +62,9 @@ class Torch(Rounds):
             name: of this circle, the same for all workers.
             deadline_s: how long a worker waits for the others in a round.
             deterministic: sums on GPUs have the same order in every run; those on the CPU always have.
+            folder: that all workers see, where they meet; else at `place.master`.
         """
-        store, rank, world = _world(place, deadline_s)
+        store, rank, world = _world(place, deadline_s, folder)
         prefix = f"maniple/{place.restarts}/{name}/{_opened[name]}"
         _opened[name] += 1
         store = dist.PrefixStore(prefix, store)
@@ -171,12 +179,17 @@ class _Gloo:
         self._gloo = None
 
 
-def _world(place: Place, deadline_s: float) -> tuple[Any, int, int]:
+def _world(place: Place, deadline_s: float, folder: Path | None) -> tuple[Any, int, int]:
     """Where the workers find each other, and who this one is."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     if place.world == 1:
         return dist.HashStore(), 0, 1
+    if folder is not None:
+        path = str(folder / f"circle-meeting-{place.restarts}")
+        if path not in _stores:
+            _stores[path] = dist.FileStore(path, place.world)
+        return _stores[path], place.rank, place.world
     if place.master is None:
         raise InvalidArgument(
             "the circle torch needs a place where the workers meet, but MASTER_ADDR and MASTER_PORT are not set. "

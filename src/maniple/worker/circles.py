@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maniple.circle.choice import choose_circle, open_circle
+from maniple.adapters import Adapter, gpu_of
+from maniple.circle.choice import Offer, agree, choose_circle, open_circle
 from maniple.contracts import Circle
-from maniple.errors import say
+from maniple.errors import InvalidArgument, say
 from maniple.place import Place
-from maniple.record import Events
+from maniple.record import Events, Folder
+from maniple.rules import Rule
 from maniple.worker.seat import Seat
 
 if TYPE_CHECKING:
@@ -34,10 +38,32 @@ class Circles:
     def open(self, name: str) -> Circle:
         """The circle `name`, as the workers' place allows."""
         engine = choose_circle(self._place)
+        return self._open(name, engine)
+
+    def open_for(self, name: str, model: Adapter, rule: Rule, *, obstacle: str = "") -> Circle:
+        """The circle of a model that is shared: gradients on GPUs of one machine meet over NCCL, where that can be.
+
+        Values that are averaged every few steps pass through host memory, and meet there.
+        """
+        place, engine = self._place, choose_circle(self._place)
+        is_open = engine == "shared" and place.circle is None and place.world > 1
+        if not is_open or rule.meets != "gradients" or rule.quorum:
+            return self._open(name, engine)
+        assert self._seat is not None and self._seat.segment is not None
+        gpu, why = gpu_of(model.device)
+        offer = Offer(model.device, gpu, obstacle or why)
+        decided = agree(
+            place, self._seat.segment, name, offer, restarts=lambda: _asked_restarts(place), on_wait=self._on_wait
+        )
+        if gpu and decided.reason and place.rank == 0:
+            say(f"gradients meet in host memory, not over NCCL: {decided.reason}")
+        return self._open(name, decided.engine, self._seat.segment.path)
+
+    def _open(self, name: str, engine: str, folder: Path | None = None) -> Circle:
         if not self._is_told:
             self._is_told = True
             self._tell(engine)
-        circle = self._opened[name] = self._make(engine, name)
+        circle = self._opened[name] = self._make(engine, name, folder)
         circle.report_long_waits(self._report_wait)
         return circle
 
@@ -54,8 +80,8 @@ class Circles:
         for circle in self._opened.values():
             circle.close()
 
-    def _make(self, engine: str, name: str) -> Circle:
-        return self._make_shared(name) if engine == "shared" else open_circle(self._place, name)
+    def _make(self, engine: str, name: str, folder: Path | None) -> Circle:
+        return self._make_shared(name) if engine == "shared" else open_circle(self._place, name, folder)
 
     def _make_shared(self, name: str) -> Circle:
         from maniple.circle.shared import Shared
@@ -92,3 +118,10 @@ class Circles:
         if self._place.rank == 0 and self._place.world > 1:
             why = f" ({self._place.launcher})" if self._place.launcher else ""
             say(f"{self._place.world} workers meet in the circle {engine}{why}")
+
+
+def _asked_restarts(place: Place) -> int:
+    """How often the launcher may start a worker again, as the run folder says."""
+    with suppress(OSError, InvalidArgument):
+        return int(Folder(place.run).read().get("restarts") or 0) if place.run is not None else 0
+    return 0

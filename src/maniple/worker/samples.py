@@ -106,11 +106,16 @@ class Samples:
 
     def check_circle(self, circle: str) -> None:
         """Raise InvalidArgument if workers may have different numbers of batches in a circle that needs everybody."""
-        if circle != "shared" and any(isinstance(sampler, Sampler) for sampler in self._trained):
+        if circle != "shared" and self.are_leased:
             raise InvalidArgument(
                 "the sampler was made before share(), so workers may have different numbers of batches, and "
                 f"cannot meet in the circle {circle}. Make it after share(), or with static=True."
             )
+
+    @property
+    def are_leased(self) -> bool:
+        """Samples that are trained on go to whoever asks first: workers may have different numbers of batches."""
+        return any(isinstance(sampler, Sampler) for sampler in self._trained)
 
     @property
     def are_divided(self) -> bool:

@@ -209,7 +209,9 @@ class Worker(Calls):
             return Replica(adapter, center, **settings)
         from maniple.worker.synced import Synced
 
-        circle = self._circles.open(f"circle-{len(self._replicas)}")
+        leased = "has a sampler that leases samples, so workers may have different numbers of batches"
+        obstacle = leased if self._samples.are_leased else ""
+        circle = self._circles.open_for(f"circle-{len(self._replicas)}", adapter, rule, obstacle=obstacle)
         check_return(self._place, self._replicas, circle.name)
         self._samples.check_circle(circle.name)
         return Synced(adapter, center, circle, wire=wire, **settings)
