@@ -259,6 +259,27 @@ def test_a_snapshot_is_written_when_the_page_asks_for_it(run, page):
     assert (run.folder / "center" / page.locator("#notice").text_content().split()[-1]).is_dir()
 
 
+@pytest.mark.parametrize("width", [1650, 1440, 1350, 1300, 1000, 761])
+def test_no_column_of_the_workers_is_cut_off(page, width):
+    before = page.viewport_size
+    page.set_viewport_size({"width": width, "height": 1000})
+    await_(lambda: page.evaluate("document.documentElement.scrollWidth") <= width)
+    needed, given = page.evaluate(
+        """() => {
+            const state = "waiting for workers 0, 1, 3 (1234 s)";
+            const texts = [state, "2,456,655", "3.43M", "2.307e-7", "12.3 %", "1234.5", "64.00", "123 GB"];
+            const cells = [...document.getElementById("worker-0").cells].slice(1);
+            const old = cells.map((cell) => cell.textContent);
+            cells.forEach((cell, i) => { cell.textContent = texts[i]; });
+            const box = document.getElementById("workers").parentElement, sizes = [box.scrollWidth, box.clientWidth];
+            cells.forEach((cell, i) => { cell.textContent = old[i]; });
+            return sizes;
+        }"""
+    )
+    page.set_viewport_size(before)
+    assert needed <= given
+
+
 def test_pictures_for_a_person(run, page, browser):
     shoot(page, "page-light")
     page.click("#theme")

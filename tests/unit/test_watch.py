@@ -320,6 +320,51 @@ def test_numbers_of_a_page_are_rounded_and_stay_what_they_are():
     )
 
 
+# Side by side
+
+
+def compared(width: int | None, *written, options=()) -> list[str]:
+    env = {"COLUMNS": str(width) if width else None}
+    done = CliRunner(env=env).invoke(cli, ["compare", *options, *(str(one.folder.path) for one in written)])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+@pytest.fixture
+def five(make):
+    args = ["--lr", "0.1", "--momentum", "0.9", "--data", "/data/fashion-mnist/train", "--epochs", "10"]
+    names = [f"fashion-{rule}-20261117-1{k}5501" for k, rule in enumerate(("one", "easgd", "easgd", "bsp", "bsp"))]
+    return [make(name, workers=k // 2 + 1, rate=10 + k, args=args[: 2 * k]) for k, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_runs_that_do_not_fit_side_by_side_stand_below_each_other_and_nothing_is_torn(five, width):
+    lines = compared(width, *five, options=["--target", "2"])
+    assert max(map(len, lines)) <= width
+    for one in five:
+        assert any(line.startswith(one.folder.path.name + " ") for line in lines), "a name that can be read"
+    head = " ".join(" ".join(lines[: [line.startswith("run ") for line in lines].index(True) + 1]).split())
+    assert "workers" in head and "last loss" in head
+    text = " ".join(" ".join(lines).split())
+    assert "left out: " in text and "and so does --json." in text
+    assert "/data/fashion-mnist/train" in "".join(line.strip() for line in lines), "settings are whole"
+
+
+def test_a_terminal_as_wide_as_was_said_shows_all_and_so_does_a_file(five):
+    (needed,) = re.findall(r"A terminal of (\d+) columns", " ".join(compared(80, *five)))
+    shown, whole = compared(int(needed), *five), compared(None, *five)
+    assert not any("left out" in line for line in [*shown, *whole])
+    assert max(map(len, shown)) <= int(needed)
+    assert whole[0].split() == ["run", *(one.folder.path.name for one in five)], "side by side"
+
+
+def test_a_run_that_failed_is_seen_in_a_narrow_terminal(five):
+    five[2].folder.describe(exit_code=3)
+    lines = compared(80, *five)
+    rows = [line.split() for line in lines if line.startswith("fashion-") and "left" not in line]
+    assert "code" in " ".join(lines[:3]) and [row[-1] for row in rows] == ["0", "0", "3", "0", "0"]
+
+
 # Where a run stands
 
 
