@@ -14,9 +14,9 @@ import msgspec
 from maniple.record.folder import write_whole
 
 _FILE = "position-"
-# Beside them, two marks without content: when the last snapshot was begun, for which workers save what the center has
-# not; and that the run was resumed, and may continue with it.
-SAVES, RESUMED = "saves", "resumed"
+# Beside them, three marks without content: when the last snapshot was begun, for which workers save what the center has
+# not; that the run was resumed, and may continue with it; and that its script looks at a batch before it trains.
+SAVES, RESUMED, LOOKS = "saves", "resumed", "looks"
 
 
 class Position(msgspec.Struct):
@@ -34,6 +34,13 @@ class Position(msgspec.Struct):
     def write(self, segment: Path) -> None:
         """Write it down, in place of this worker's last one, whole or not at all."""
         write_whole(segment / f"{_FILE}{self.rank}", msgspec.json.encode(self))
+
+
+def is_looked_at(segment: Path, *, has_looked: bool = False) -> bool:
+    """The run's script looks at a batch before it trains; `has_looked`: the worker that asks has noticed it."""
+    if has_looked:
+        (segment / LOOKS).touch()
+    return (segment / LOOKS).exists()
 
 
 def read(segment: Path) -> list[Position]:
