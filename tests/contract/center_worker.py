@@ -6,6 +6,7 @@ python center_worker.py FOLDER
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -127,16 +128,32 @@ def waiting(job: Job) -> str:
 
 
 def leases(job: Job) -> dict[str, Any]:
-    """The chunks that this rank got, of a few epochs; the second sampler has other data at rank 3."""
+    """The samples that this rank got, of a few epochs; the second sampler has other data at rank 3.
+
+    The third has passes of at most a quarter, at ranks of different speed; rank 0 gives its first lease back.
+    """
     lender = Cursors(job, 0, Terms(1003, 10 + job.rank, True))
     taken: list[tuple[int, int]] = []
     for epoch in range(20):
         while isinstance(lease := lender.take(epoch), Lease):
-            taken.append((lease.epoch, lease.chunk))
+            taken += [(lease.epoch, place) for place in range(lease.start, lease.stop)]
     job.meet("end")
     closed = str(lender.take(0))
     error = error_of(lambda: Cursors(job, 1, Terms(5 if job.rank == 3 else 6, 1, True)))
-    return {"taken": taken, "chunk": lender.terms.chunk, "closed": closed, "error": error}
+    limited = Cursors(job, 2, Terms(40, 3, True))
+    back = [limited.take(5, most=10).slot] if job.rank == 0 else []
+    job.meet("limited")
+    passes: list[list[tuple[int, int]]] = []
+    for epoch in range(5, 20):
+        passes.append([])
+        while len(passes[-1]) < 10 and isinstance(
+            lease := limited.take(epoch, most=10 - len(passes[-1]), back=back), Lease
+        ):
+            passes[-1] += [(lease.epoch, place) for place in range(lease.start, lease.stop)]
+            back = []
+            time.sleep(0.0002 * job.rank)
+    terms = {"chunk": lender.terms.chunk, "closed": closed, "error": error}
+    return {"taken": taken, "passes": passes, **terms}
 
 
 def lock(job: Job, folder: Path) -> None:

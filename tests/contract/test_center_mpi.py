@@ -104,12 +104,18 @@ def test_timeout_of_the_workers_lock_names_its_holder_and_says_that_it_is_alive(
             assert "and is alive" in one["kept out"]["said"]
 
 
-def test_each_chunk_of_an_epoch_goes_to_one_rank(said):
+def test_passes_of_at_most_a_share_take_each_sample_of_each_epoch_once_whoever_is_faster(said):
+    passes = [part for one in said for part in one["leases"]["passes"]]
+    assert {len(part) for part in passes} == {10}
+    taken = sorted(tuple(sample) for part in passes for sample in part)
+    assert taken == [(epoch, place) for epoch in range(5, 20) for place in range(40)]
+
+
+def test_each_sample_of_an_epoch_goes_to_one_rank(said):
     chunk = {one["leases"]["chunk"] for one in said}
     assert len(chunk) == 1
     taken = [tuple(lease) for one in said for lease in one["leases"]["taken"]]
-    chunks = -(-1003 // chunk.pop())
-    assert sorted(taken) == [(epoch, number) for epoch in range(20) for number in range(chunks)]
+    assert sorted(taken) == [(epoch, place) for epoch in range(20) for place in range(1003)]
     assert {one["leases"]["closed"] for one in said} == {"Verdict.END"}
 
 

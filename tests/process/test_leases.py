@@ -41,10 +41,11 @@ TRAINING = (
     + """
     params = {"w": np.zeros(10)}
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(told.get("every", 5)))
-    sampler = worker.sampler(told["count"])
+    sampler = worker.sampler(told["count"], balance=told.get("balance", False))
     gate("start")
     passes, steps = [], 0
-    while not worker.should_stop and sampler.epoch < told.get("epochs", 99):
+    epochs = told.get("epochs", 99) if worker.rank != told.get("quits") else 1
+    while not worker.should_stop and sampler.epoch < epochs:
         if (file := told.get("gates", {}).get(str(sampler.epoch))):
             gate(file)
         passes.append(0)
@@ -121,7 +122,8 @@ def test_each_sample_of_50000_in_5_epochs_though_3_of_8_workers_are_killed_and_2
     count, epochs, batch, chunk = 50_000, 5, 50, 390
     dice = random.Random()
     delays = [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004]
-    settings = told(count=count, epochs=epochs, batch=batch, delays=delays, gates={"2": "go", "4": "last"})
+    gates = {"2": "go", "4": "last"}
+    settings = told(count=count, epochs=epochs, batch=batch, delays=delays, gates=gates, balance=True)
     host = serve()
     workers = [host.join(TRAINING, settings) for _ in range(8)]
     seen.await_gate("start", 8)
@@ -162,7 +164,7 @@ def test_each_sample_of_50000_in_5_epochs_though_3_of_8_workers_are_killed_and_2
 
 def test_each_sample_exactly_once_per_epoch_and_fast_workers_take_more(start, seen):
     count, batch = 12_000, 32
-    settings = told(count=count, batch=batch, delays=[0.001, 0.002, 0.004, 0.008])
+    settings = told(count=count, batch=batch, delays=[0.001, 0.002, 0.004, 0.008], balance=True)
     run = start(TRAINING, "-n", "4", "--max-epochs", "3", args=(settings,))
     seen.await_gate("start", 4)
     seen.open("start")
@@ -174,9 +176,45 @@ def test_each_sample_exactly_once_per_epoch_and_fast_workers_take_more(start, se
     assert seen.samples("0-*") > seen.samples("3-*") > 0
 
 
+def test_each_worker_has_its_share_of_each_pass_however_fast_it_is(start, seen):
+    settings = told(count=2000, batch=20, epochs=3, delays=[0.001, 0.008])
+    run = start(TRAINING, "-n", "2", args=(settings,))
+    seen.await_gate("start", 2)
+    seen.open("start")
+    assert run.wait() == 0, run.output
+    assert run.output.count("passes [1000, 1000, 1000]") == 2
+    np.testing.assert_array_equal(seen.counts(2000), 3)
+    assert "not trained on" not in run.output
+
+
+def test_samples_that_nobody_has_taken_are_told_at_the_end_and_trained_on_by_resume(start, seen):
+    settings = told(count=2000, batch=20, epochs=3, quits=1)
+    run = start(TRAINING, "-n", "2", args=(settings,))
+    seen.open("start")
+    assert run.wait() == 0, run.output
+    assert seen.samples("0-*") == 3000 and seen.samples("1-*") == 1000
+    assert "2000 samples of the last epochs were not trained on" in run.output
+    assert run.output.count("balance=True") == 1
+    command = [
+        str(MANIPLE),
+        "run",
+        "-n",
+        "2",
+        "--resume",
+        "runs/run0",
+        "script0.py",
+        told(count=2000, batch=20, epochs=3),
+    ]
+    again = subprocess.run(command, cwd=seen.folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert again.returncode == 0, again.stderr
+    seen.assert_covered(2000, 3, again=0)
+    assert "not trained on" not in again.stdout + again.stderr
+
+
 def test_worker_that_leaves_its_passes_early_keeps_nobody_waiting_and_loses_nothing(start, seen):
     count, batch = 3000, 20
-    run = start(TRAINING, "-n", "2", args=(told(count=count, batch=batch, epochs=3, leaves=0, delays=[0, 0.001]),))
+    settings = told(count=count, batch=batch, epochs=3, leaves=0, delays=[0, 0.001], balance=True)
+    run = start(TRAINING, "-n", "2", args=(settings,))
     seen.await_gate("start", 2)
     seen.open("start")
     assert run.wait() == 0, run.output
@@ -293,7 +331,7 @@ def test_what_a_loader_had_drawn_for_a_killed_worker_is_trained_on_and_its_succe
 
 def test_training_goes_on_while_the_server_or_the_whole_host_is_away_and_nothing_is_lost(serve, seen):
     count, batch, chunk = 20_000, 20, 156
-    settings = told(count=count, batch=batch, epochs=2, delays=[0.002], gates={"1": "last"})
+    settings = told(count=count, batch=batch, epochs=2, delays=[0.002], gates={"1": "last"}, balance=True)
     host = serve()
     workers = [host.join(TRAINING, settings) for _ in range(2)]
     seen.await_gate("start", 2)
@@ -310,3 +348,53 @@ def test_training_goes_on_while_the_server_or_the_whole_host_is_away_and_nothing
     assert all(len(ended(worker)) == 2 for worker in workers)
     assert again.end() == 0, again.output
     assert (seen.counts(count) >= 2).all()
+
+
+ONE_CYCLE = """
+    import os, sys
+    from pathlib import Path
+    import torch, maniple
+    from torch.utils.data import DataLoader, TensorDataset
+    torch.set_num_threads(1)
+    EPOCHS, VICTIM = 3, sys.argv[1:] == ["victim"]
+    x = torch.randn(1200, 8, generator=torch.Generator().manual_seed(0))
+    data, model = TensorDataset(x, (x.sum(1) > 0).long()), torch.nn.Linear(8, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    worker = maniple.join()
+    worker.share(model, optimizer)
+    loader = DataLoader(data, batch_size=20, sampler=worker.sampler(data), num_workers=0 if VICTIM else 2)
+    x, y = next(iter(loader))  # to look at its shape
+    total = EPOCHS * len(loader)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=total)
+    mine = []
+    for epoch in worker.epochs(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        while scheduler.last_epoch < epoch * len(loader):
+            scheduler.step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            mine.append(len(x))
+            if VICTIM and worker.rank == 1 and len(mine) == 40 and not os.environ.get("MANIPLE_RESTARTED", "0") > "0":
+                os.kill(os.getpid(), 9)  # in the middle of the second pass
+    Path(f"schedule-{worker.rank}").write_text(f"{scheduler.last_epoch} of {total}, {sum(mine)} samples")
+"""
+
+
+def test_schedule_by_steps_comes_to_its_end_on_both_workers_and_each_has_its_share(start, seen):
+    run = start(ONE_CYCLE, "-n", "2", "--rule", "easgd")
+    assert run.wait() == 0, run.output
+    assert [(seen.folder / f"schedule-{rank}").read_text() for rank in (0, 1)] == ["90 of 90, 1800 samples"] * 2
+    assert "not trained on" not in run.output
+
+
+def test_schedule_by_steps_is_not_overrun_when_a_worker_is_killed(start, seen):
+    run = start(ONE_CYCLE, "-n", "2", "--rule", "easgd", "--restarts", "1", args=("victim",))
+    assert run.wait() == 0, run.output
+    assert (seen.folder / "schedule-0").read_text() == "90 of 90, 1800 samples"
+    made, _, samples = (seen.folder / "schedule-1").read_text().partition(" of 90, ")
+    assert "not trained on" not in run.output
+    assert int(made) >= 70 and 800 <= int(samples.split()[0]) <= 1200  # from the pass on in which it was killed

@@ -47,7 +47,7 @@ def test_controllers_offer_these_members():
     members = {name for name in dir(maniple.Controller) if not name.startswith("_")}
     assert members == {"batches", "handle_control", "is_stopping", "live", "samples", "serve", "stop"}
     assert list(inspect.signature(maniple.Worker.sampler).parameters) == [
-        "self", "data", "static", "shuffle", "chunk", "validation",
+        "self", "data", "static", "balance", "shuffle", "chunk", "validation",
     ]  # fmt: skip
     assert list(inspect.signature(maniple.Worker.ask).parameters) == ["self", "request", "timeout_s", "info"]
 

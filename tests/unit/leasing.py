@@ -10,7 +10,11 @@ from maniple.sampler import Lease, Sampler, Table, Terms
 from maniple.sampler.lease import Holder, Verdict
 from maniple.sampler.table import restore
 
-Chunk = tuple[int, int]  # epoch and number
+Sample = tuple[int, int]  # epoch, and place in its order
+
+
+def samples_of(lease: Lease) -> list[Sample]:
+    return [(lease.epoch, place) for place in range(lease.start, lease.stop)]
 
 
 class Run:
@@ -48,17 +52,24 @@ class Tenant:
 
     def __init__(self, table: Table, holder: Holder) -> None:
         self.table, self.holder, self.terms = table, holder, table.terms
-        self.first_epoch = table.first_epoch
+
+    def first_epoch(self, limit: int) -> int:
+        return self.table.first_epoch(self.holder.rank, limit)
 
     def take(self, epoch: int, **news: Any) -> Lease | Verdict:
         return self.table.take(self.holder, epoch, **news)
 
-    def finish(self, epoch: int) -> list[Chunk]:
-        """Take all that there is, and do it."""
-        found, done = [], []
-        while isinstance(lease := self.take(epoch, done=done), Lease):
-            found.append((lease.epoch, lease.chunk))
-            done = [lease.slot]
+    def finish(self, epoch: int, most: int = 0) -> list[Sample]:
+        """Take all that there is, or so many samples, and do it."""
+        found: list[Sample] = []
+        done: list[int] = []
+        is_limited = most > 0
+        while isinstance(lease := self.take(epoch, most=most, done=done), Lease):
+            found += samples_of(lease)
+            done, most = [lease.slot], most - lease.samples if is_limited else 0
+            if is_limited and not most:
+                break
+        self.take(-1, done=done)
         return found
 
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.center.segment import DEAD
+from maniple.errors import InvalidArgument
 from maniple.sampler import Sampler, Terms, chunk_for
 from maniple.sampler.lead import Lead
 from maniple.sampler.table import MOST_LEASES
@@ -28,11 +30,15 @@ def samplers(run: Run, count: int, **rest: Any) -> list[Sampler]:
     return [Sampler(run.terms.count, lender=run.join(rank), world=count, seed=(1,), **rest) for rank in range(count)]
 
 
+@pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("batch", [0, 1, 7, 64])
-def test_each_sample_is_drawn_once_per_epoch_by_several_samplers_at_once(tmp_path, batch):
+def test_each_sample_is_drawn_once_per_epoch_by_several_samplers_at_once(tmp_path, batch, balance):
     run = Run(tmp_path, Terms(500, 6, True))
-    drawn = drawn_at_once(samplers(run, 4), 3, batch)
+    workers = samplers(run, 4, balance=balance)
+    drawn = drawn_at_once(workers, 3, batch)
     assert sum(drawn, Counter()) == Counter(dict.fromkeys(range(500), 3))
+    assert balance or [one.total() for one in drawn] == [3 * 125] * 4
+    assert max(worker.progress for worker in workers) == 3.0
     assert run.table().unfinished().samples == 0
     run.close()
 
@@ -61,18 +67,18 @@ def test_lease_is_done_when_the_center_has_it_and_not_before(run):
     for _ in range(2):
         next(passing)
         worker.stepped()
-    assert run.table().unfinished().leases == [(0, 0), (0, 1)]
+    assert run.table().unfinished().leased == [(0, 0, 3), (0, 3, 6)]
     worker.settled()
     next(passing)  # what is settled is told with the next question
-    assert run.table().unfinished().leases == [(0, 2)]
+    assert run.table().unfinished().leased == [(0, 6, 9)]
     worker.stepped()
     worker.finish(is_early=False)
     late = run.join(1)
-    assert late.finish(0) == [(0, 2), (0, 3)]
+    assert late.finish(0) == [(0, place) for place in range(6, 10)]
 
 
 def test_late_worker_makes_empty_passes_through_epochs_that_are_over(run):
-    first, late = samplers(run, 2)
+    first, late = samplers(run, 2, balance=True)
     for _ in range(2):
         assert len(list(first)) == 10
     assert list(late) == list(late) == []
@@ -115,7 +121,7 @@ def test_batches_after_a_pass_that_was_left_early_are_whole(run, steps):
 
 def test_what_is_left_of_a_pass_left_early_is_not_lost(run):
     run.terms = Terms(40, 8, True)
-    hasty, other = samplers(run, 2)
+    hasty, other = samplers(run, 2, balance=True)
     seen = Counter[int]()
     for step, batch in enumerate(hasty.batches(6)):
         seen.update(map(int, batch))
@@ -132,7 +138,7 @@ def test_what_is_left_of_a_pass_left_early_is_not_lost(run):
 
 def test_samples_that_a_loader_had_drawn_ahead_of_a_pass_left_early_are_not_lost(run):
     run.terms = Terms(60, 4, True)
-    hasty, other = samplers(run, 2)
+    hasty, other = samplers(run, 2, balance=True)
     seen = Counter[int]()
     for step, batch in enumerate(ahead(hasty.batches(4), 3)):
         seen.update(map(int, batch))
@@ -221,3 +227,135 @@ def test_worker_with_a_full_table_trains_on(run, monkeypatch):
     worker.stepped()  # it trains, and never exchanges
     monkeypatch.setattr("maniple.sampler.sampler._MOST_OPEN", 10**9)
     assert sum(1 for _ in worker) == MOST_LEASES + 50
+
+
+# Passes of at most one share
+
+
+def test_no_pass_has_more_samples_than_the_length_of_the_sampler(run):
+    fast, slow = samplers(run, 2)
+    assert [len(list(fast)) for _ in range(3)] == [len(fast)] * 3 == [5] * 3
+    assert [len(list(slow)) for _ in range(3)] == [5] * 3, "what the slow one is to have, nobody has taken"
+    assert fast.progress == 1.5, "15 of 10 samples"
+    assert slow.progress == 3.0
+
+
+def test_pass_ends_at_its_share_without_waiting_for_those_who_are_at_theirs(run):
+    first, second = samplers(run, 2)
+    drawing = iter(second)
+    next(drawing)  # it has a lease, and hands on no more of it
+    assert len(list(first)) == 5
+
+
+def test_what_a_dead_worker_has_left_is_taken_in_the_next_pass(run):
+    dead, other = samplers(run, 2, is_shared=lambda: True)
+    next(dead.batches(2))
+    dead.stepped()
+    seen = Counter(list(other))
+    run.segment.mark(0, DEAD)
+    other.stepped()
+    seen.update(other)
+    assert seen == Counter(range(10)), "all of the first epoch"
+    other.finish(is_early=False)
+    assert run.table().unfinished().missed == 10
+
+
+# A script that looks at a batch
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("is_shared_first", [False, True])
+@pytest.mark.parametrize("lead", [0, 3, 30])
+def test_look_at_a_batch_is_no_epoch_and_all_samples_are_trained_on(run, balance, is_shared_first, lead):
+    run.terms = Terms(40, 4, True)
+    shared = [is_shared_first]
+    looking, other = samplers(run, 2, balance=balance, is_shared=lambda: shared[0])
+    next(ahead(looking.batches(4), lead))  # with 30 batches ahead, the pass is drawn to its end
+    shared[0] = True
+    seen = Counter[int]()
+    for _ in range(2):
+        for worker in (looking, other):
+            for batch in worker.batches(4):
+                seen.update(batch.tolist())
+                worker.stepped()
+                worker.settled()
+    assert looking.epoch == other.epoch == 2
+    assert seen == Counter(dict.fromkeys(range(40), 2))
+    assert looking.taken + other.taken == 80, "what was looked at does not count"
+    for worker in (looking, other):
+        worker.finish(is_early=False)
+    assert run.table().unfinished().samples == 0
+
+
+def test_samples_of_a_look_that_nothing_follows_are_given_back(run):
+    (worker,) = samplers(run, 1, is_shared=lambda: True)
+    assert len(list(worker)) == 10
+    worker.finish(is_early=False)
+    assert run.table().unfinished().samples == 10
+
+
+def test_pass_in_which_a_step_was_made_is_an_epoch_though_it_is_left_early(run):
+    (worker,) = samplers(run, 1, is_shared=lambda: True)
+    for expected in (1, 2, 3):
+        next(worker.batches(2))
+        worker.stepped()
+        assert worker.epoch == expected
+
+
+def test_script_whose_steps_are_not_known_comes_to_its_end(run):
+    (worker,) = samplers(run, 1, is_shared=lambda: True, max_epochs=3)
+    passes = 0
+    while not worker.is_finished:
+        list(worker)
+        passes += 1
+    assert passes <= 4
+
+
+def test_worker_that_comes_again_may_look_at_a_batch_though_its_epoch_is_over(run):
+    (first,) = samplers(run, 1)
+    for _ in range(2):
+        list(first)
+        first.stepped()
+    first.settled()
+    first.finish(is_early=False)
+    looks: list[int] = []
+    told = {"is_looked_at": lambda: True, "on_look": lambda: looks.append(1)}
+    (again,) = samplers(run, 1, is_shared=lambda: True, **told)
+    assert again.first_epoch == 2
+    assert len(next(again.batches(4))) == 4
+    found = [sum(1 for _ in again) for _ in range(3)]
+    assert found == [0, 0, 10] and looks == [1]
+
+
+# set_epoch
+
+
+def test_set_epoch_changes_nothing_in_an_ordinary_loop(tmp_path):
+    orders = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        run = Run(tmp_path / name, Terms(50, 7, True))
+        (worker,) = samplers(run, 1)
+        orders.append([])
+        for epoch in range(3):
+            if name == "b":
+                worker.set_epoch(epoch)
+            orders[-1].append(list(worker))
+        run.close()
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_set_epoch_begins_with_a_later_epoch_and_never_repeats_one(run, balance):
+    worker, other = samplers(run, 2, balance=balance)
+    for epoch in (5, 6):
+        worker.set_epoch(epoch)
+        other.set_epoch(epoch)
+        assert sorted([*worker, *other]) == list(range(10))
+    assert {epoch for epoch, _ in run.table().unfinished().handed_out} == {5, 6}
+    for epoch in range(2):  # a second loop, which counts from 0 again
+        worker.set_epoch(epoch)
+        assert worker.epoch == 7 + epoch
+        assert len(list(worker)) == 5 + 5 * balance
+    with pytest.raises(InvalidArgument, match="epoch -1 cannot be set"):
+        worker.set_epoch(-1)

@@ -147,10 +147,65 @@ def test_what_a_loader_has_drawn_ahead_is_not_trained_on():
 
 
 def test_a_shard_begins_elsewhere_only_before_its_first_pass():
-    shard = Shard(100, rank=0, world=2, seed=(1,))
+    shard = Shard(100, rank=0, world=2, seed=(1,), is_shared=lambda: True)
     next(iter(shard))
     shard.begin_at(7, 10)
+    shard.stepped()
     assert shard.position[0] == 0 and shard.first_epoch == 0
+    assert len(list(shard)) == 50
+
+
+# A script that looks at a batch, and set_epoch
+
+
+@pytest.mark.parametrize("ahead", [1, 50])
+def test_look_at_a_batch_is_no_epoch_and_a_share_goes_on_where_it_was(ahead):
+    shard, other = (Shard(100, rank=0, world=2, seed=(1,), is_shared=lambda: True) for _ in range(2))
+    for one in (shard, other):
+        one.begin_at(0, 20)
+    looking = iter(shard)
+    for _ in range(ahead):
+        next(looking, None)
+    assert shard.position == (0, 20)
+    trained = list(shard)
+    assert trained == list(other) and len(trained) == 40
+    assert (shard.epoch, shard.taken) == (1, 40)
+    shard.stepped()
+    assert shard.progress == 1.0
+
+
+def test_place_of_a_worker_that_comes_to_the_others_counts_though_it_has_looked_at_a_batch():
+    shard = Shard(100, rank=0, world=2, seed=(1,), is_shared=lambda: True)
+    next(iter(shard))
+    shard.begin_at(7, 10)
+    shard.set_epoch(7)
+    assert shard.first_epoch == 7 and len(list(shard)) == 45 and shard.position == (7, 10)
+
+
+def test_worker_that_looks_at_a_batch_before_its_loop_has_all_epochs(monkeypatch):
+    worker = Worker(Place())
+    sampler = worker.sampler(10)
+    monkeypatch.setattr(sampler, "_is_shared", lambda: True)
+    next(iter(sampler))
+    made = []
+    for epoch in worker.epochs(3):
+        sampler.set_epoch(epoch)
+        next(iter(sampler))
+        made.append((epoch, len(list(sampler))))
+        sampler.stepped()
+    assert made == [(0, 10), (1, 10), (2, 10)] and sampler.epoch == 3
+
+
+def test_progress_of_a_share_tells_how_far_the_epoch_is():
+    shard = Shard(100, rank=0, world=2, seed=(1,))
+    for _ in shard.batches(25):
+        break
+    assert shard.progress == 0.5
+
+
+def test_fixed_shares_that_are_to_be_balanced_are_refused():
+    with pytest.raises(InvalidArgument, match="static=True and balance=True exclude each other"):
+        Worker(Place()).sampler(10, static=True, balance=True)
 
 
 # worker.epochs
@@ -162,7 +217,7 @@ def made_samples(count: int, *, begins: dict[int, tuple[int, int, int]] | None =
     place = Place(world=2)
     for validation in (False, True):
         samples.sampler(
-            count, seat=None, place=place, static=True, shuffle=True, chunk=None, validation=validation,
+            count, seat=None, place=place, static=True, balance=False, shuffle=True, chunk=None, validation=validation,
             should_stop=lambda: False, is_shared=lambda: True, on_wait=lambda: None,
         )  # fmt: skip
     return samples

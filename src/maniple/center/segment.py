@@ -20,6 +20,7 @@
                                      the optimizer state they have saved
                            position-* where each worker with fixed shares is in the data
                            saves     touched when a snapshot is begun, by which workers save their optimizer state
+                           looks     there if the script looks at a batch before it trains
 """
 
 import mmap

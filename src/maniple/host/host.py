@@ -54,6 +54,7 @@ class Host:
         self.news: list[str] = []  # what the person who started it should know
         self.salvaged: list[Path] = []
         self.unfinished = 0  # samples that were handed out and not done when the run ended
+        self.missed = 0  # samples of the epochs begun that were not handed out
         set_most(segment, most)
         self._is_adopted = False
         self.is_prepared = False  # the folder is not its own to remove
@@ -296,8 +297,10 @@ class Host:
         try:
             path = self.save()
             for number, one in unfinished(self.segment).items():
-                self.events.write("sampled", sampler=number, epochs=one.cursors[-3:], unfinished=one.samples)
+                rest = {"unfinished": one.samples, "missed": one.missed}
+                self.events.write("sampled", sampler=number, epochs=one.handed_out[-3:], **rest)
                 self.unfinished += one.samples
+                self.missed += one.missed
             self.segment.remove()
             for left in self.folder.optimizers(".center-*"):  # by workers that were killed while writing them
                 with suppress(OSError):

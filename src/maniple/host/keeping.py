@@ -25,7 +25,7 @@ from maniple.sampler import position, table
 from maniple.sampler.lease import Unfinished
 from maniple.sampler.position import Position
 
-_LEASES, _CONTROLLER, _POSITIONS = "leases", "controller", "positions"
+_LEASES, _CONTROLLER, _POSITIONS, _LOOKS = "leases", "controller", "positions", "looks"
 _SAVING = "saving"
 _FRESH_S, _LOOK_S = 1.0, 0.02  # for the center of workers who meet
 UNDER_WAY = ".saving"  # in the folder `center`: a file of arrays that somebody has asked for and that is not whole yet
@@ -79,6 +79,7 @@ def keep(segment: Segment, folder: Folder, lineage: str, restored: Restored, *, 
         _LEASES: msgspec.Raw(msgspec.json.encode(unfinished(segment))),
         _CONTROLLER: msgspec.Raw(msgspec.json.encode(Minutes.read(segment.path))),
         _POSITIONS: msgspec.Raw(msgspec.json.encode(position.read(segment.path))),
+        _LOOKS: msgspec.Raw(msgspec.json.encode((segment.path / position.LOOKS).exists())),
     }
     return write_snapshot(
         segment,
@@ -114,6 +115,8 @@ def find_again(segment: Segment, path: Path, manifest: Manifest) -> None:
     if _POSITIONS in manifest.extra:
         for one in msgspec.json.decode(manifest.extra[_POSITIONS], type=list[Position]):
             one.write(segment.path)
+    if _LOOKS in manifest.extra and msgspec.json.decode(manifest.extra[_LOOKS]):
+        (segment.path / position.LOOKS).touch()
     if _CONTROLLER in manifest.extra:
         minutes = msgspec.json.decode(manifest.extra[_CONTROLLER], type=Minutes)
         minutes.write(segment.path)
@@ -123,10 +126,14 @@ def find_again(segment: Segment, path: Path, manifest: Manifest) -> None:
 
 
 def begin_again(segment: Segment) -> None:
-    """The run goes on: the controller's reason to stop holds no longer."""
+    """The run goes on: the controller's reason to stop holds no longer, and workers begin with the samples left."""
     minutes = Minutes.read(segment.path)
     minutes.known.begin_again()
     minutes.write(segment.path)
+    for _, path in table.tables(segment):
+        one = table.Table(segment, path)
+        one.begin_again()
+        one.close()
 
 
 def abandon_bests(segment: Segment, folder: Folder) -> list[str]:

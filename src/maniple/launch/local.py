@@ -328,6 +328,12 @@ class _Run:
             self._say(f"lost on the way: {who}")
         if self._host.unfinished:
             self._say(f"{count(self._host.unfinished, 'sample')} of leases not finished: --resume goes on with them")
+        if self._host.missed and exit_code == 0 and not self._board.stop:
+            self._say(
+                f"{count(self._host.missed, 'sample')} of the last epochs were not trained on: workers died or ended "
+                "before they had taken their share, and nobody takes more than its own. --resume trains on them; "
+                "--restarts, or worker.sampler(data, balance=True), keeps them from being left"
+            )
         for path in saved:
             self._say(f"center saved: {short(path)}")
         is_open = exit_code != 0 or self._job.script is None  # there is more to train

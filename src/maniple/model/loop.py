@@ -53,7 +53,9 @@ class Loop:
         if not self._is_together:
             self._looks = worker.sampler(max(1, model.data.n_batch_val), shuffle=False, validation=True)
         shuffle = bool(getattr(model.data, "shuffle", True))
-        self._sampler = worker.sampler(model.data.n_batch_train, static=self._is_together, shuffle=shuffle)
+        # Learning rates follow epochs here, not steps, so that fast workers may take more.
+        shares = {"static": self._is_together, "balance": not self._is_together}
+        self._sampler = worker.sampler(model.data.n_batch_train, **shares, shuffle=shuffle)
         every = int(getattr(model, "record_every", _RECORD_EVERY))
         self._recorder = Recorder(worker, self._replica, every=every, is_shown=is_shown, lr=self._lr)
         self._rows: list[dict[str, Any]] = []

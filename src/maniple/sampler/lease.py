@@ -15,35 +15,56 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of one epoch, lent to one worker; `slot` is its place in the table."""
+    """A range of one epoch's order, lent to one worker; `slot` is its place in the table."""
 
     slot: int
     epoch: int
-    chunk: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has."""
+        return self.stop - self.start
 
 
-class Unfinished(msgspec.Struct):
+class Unfinished(msgspec.Struct, omit_defaults=True):
     """A table as a snapshot keeps it."""
 
     terms: Terms
-    cursors: list[tuple[int, int]]  # epoch, chunks handed out
-    leases: list[tuple[int, int]]  # epoch, chunk: handed out and not done
+    handed_out: list[tuple[int, int]] = []  # epoch, samples
+    leased: list[tuple[int, int, int]] = []  # epoch, start, stop: handed out and not done
+    passes: int = 0  # begun by the worker that is furthest, of those whose passes are limited
+    # As above, but counted in chunks: snapshots that were written before leases were ranges.
+    cursors: list[tuple[int, int]] = []
+    leases: list[tuple[int, int]] = []
+
+    def __post_init__(self) -> None:
+        (count, chunk), cursors, leases = (self.terms.count, self.terms.chunk), self.cursors, self.leases
+        self.handed_out = self.handed_out + [(epoch, min(count, n * chunk)) for epoch, n in cursors]
+        self.leased = self.leased + [(epoch, n * chunk, min(count, (n + 1) * chunk)) for epoch, n in leases]
+        self.cursors, self.leases = [], []
 
     @property
     def samples(self) -> int:
         """How many samples were handed out and not done."""
-        chunk, count = self.terms.chunk, self.terms.count
-        return sum(min(count, (number + 1) * chunk) - number * chunk for _, number in self.leases)
+        return sum(stop - start for _, start, stop in self.leased)
 
     @property
     def progress(self) -> tuple[int, int]:
         """The first epoch that has samples left, and how many of it are done."""
-        chunks = -(-self.terms.count // self.terms.chunk)
-        open_ = {epoch for epoch, cursor in self.cursors if cursor < chunks} | {epoch for epoch, _ in self.leases}
-        first = min(open_, default=max((epoch for epoch, _ in self.cursors), default=-1) + 1)
-        cursor = dict(self.cursors).get(first, 0 if first not in open_ else chunks)
-        held = Unfinished(self.terms, [], [lease for lease in self.leases if lease[0] == first]).samples
-        return first, min(self.terms.count, cursor * self.terms.chunk) - held
+        count = self.terms.count
+        open_ = {epoch for epoch, n in self.handed_out if n < count} | {epoch for epoch, _, _ in self.leased}
+        first = min(open_, default=max((epoch for epoch, _ in self.handed_out), default=-1) + 1)
+        taken = dict(self.handed_out).get(first, 0 if first not in open_ else count)
+        return first, taken - sum(stop - start for epoch, start, stop in self.leased if epoch == first)
+
+    @property
+    def missed(self) -> int:
+        """The samples of all passes begun that nobody has taken: workers have died or ended before their share."""
+        newest = max((epoch for epoch, _ in self.handed_out), default=-1)
+        opened = sum(self.terms.count - taken for epoch, taken in self.handed_out if epoch < self.passes)
+        return opened + self.terms.count * max(0, self.passes - 1 - newest) if self.passes else 0
 
 
 class Verdict(Enum):

@@ -18,9 +18,9 @@ from maniple.record.folder import write_whole
 _FILE = "position-"
 _GONE, _DIVISION = "gone-", "division-"  # marks of workers that were given up; who shares a pass of validation
 _KEPT_DIVISIONS = 8  # passes by which the slowest worker may be behind the fastest
-# Beside them, two marks without content: when the last snapshot was begun, for which workers save what the center has
-# not; and that the run was resumed, and may continue with it.
-SAVES, RESUMED = "saves", "resumed"
+# Beside them, three marks without content: when the last snapshot was begun, for which workers save what the center has
+# not; that the run was resumed, and may continue with it; and that its script looks at a batch before it trains.
+SAVES, RESUMED, LOOKS = "saves", "resumed", "looks"
 
 
 class Position(msgspec.Struct):
@@ -69,6 +69,13 @@ def divided(segment: Path, number: int, epoch: int, world: int) -> tuple[int, ..
         return tuple(msgspec.json.decode(path.read_bytes(), type=list[int]))
     except OSError:  # no room in memory: as from the beginning
         return tuple(range(world))
+
+
+def is_looked_at(segment: Path, *, has_looked: bool = False) -> bool:
+    """The run's script looks at a batch before it trains; `has_looked`: the worker that asks has noticed it."""
+    if has_looked:
+        (segment / LOOKS).touch()
+    return (segment / LOOKS).exists()
 
 
 def read(segment: Path) -> list[Position]:

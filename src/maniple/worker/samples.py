@@ -10,14 +10,16 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from maniple.errors import InvalidArgument, say
+from maniple.errors import InvalidArgument, ManipleError, say
 from maniple.place import Place
 from maniple.sampler import Order, Sampler, Shard, Terms, chunk_for
-from maniple.sampler.position import Position, divided, of_worker, read, remaining
+from maniple.sampler.position import Position, divided, is_looked_at, of_worker, read, remaining
+from maniple.sampler.remote import LOOK, Ask
 from maniple.worker.seat import Seat
 
 Kind = TypeVar("Kind", bound=Order)
 
+_ASK_S = 60.0
 _NOTE_EVERY_S = 0.2  # a position of a worker's own, which costs a small file
 
 
@@ -37,6 +39,7 @@ class Samples:
         self._samplers: list[Order] = []
         self._trained: list[Order] = []  # those whose samples are trained on
         self._segment: Path | None = None
+        self._ask: Ask | None = None
         self._rank, self._world = 0, 1
         self._begin = Position(0, 1, False, 0, 0)  # where this worker continues
         self._noted = 0.0
@@ -46,6 +49,7 @@ class Samples:
     def settle_in(self, seat: Seat | None, place: Place) -> None:
         """This worker has joined: it continues where the center is, if the run or the worker was started before."""
         self._rank, self._world = place.rank, place.world
+        self._ask = None if seat is None else seat.ask
         if seat is not None and seat.segment is not None:
             self._segment = seat.segment.path
             self._begin = of_worker(read(self._segment), place.rank) or self._begin
@@ -57,6 +61,7 @@ class Samples:
         seat: Seat | None,
         place: Place,
         static: bool,
+        balance: bool,
         shuffle: bool,
         chunk: int | None,
         validation: bool,
@@ -72,10 +77,13 @@ class Samples:
             "seed": (place.seed, number),
             "shuffle": shuffle,
             "max_epochs": 0 if self._trained or validation else place.limits.max_epochs,
+            # Else a lease is done when the next is asked for.
+            "is_shared": (lambda: False) if validation else is_shared,
+            "is_looked_at": lambda: not validation and self._is_looked_at(),
+            "on_look": lambda: self._is_looked_at(has_looked=True),
             "should_stop": should_stop,
             "on_empty": self._tell_of_empty,
         }
-        is_trained = (lambda: False) if validation else is_shared  # else a lease is done when the next is asked for
         sampler: Sampler | Shard
         if static or seat is None or place.deterministic:
             divide = self._divide(number, place) if validation else None  # what is trained on keeps its length
@@ -85,7 +93,7 @@ class Samples:
                 self._continue(number, sampler, count)
         else:
             lender = seat.lender(number, Terms(count, chunk or chunk_for(count, place.world), shuffle))
-            settings |= {"is_shared": is_trained, "on_wait": on_wait}
+            settings |= {"balance": balance or validation, "on_wait": on_wait}
             sampler = _kind(Sampler)(count, lender=lender, world=place.world, **settings)
         self._samplers.append(sampler)
         if not validation:
@@ -149,6 +157,9 @@ class Samples:
 
     def begin_loop(self, epochs: int) -> int:
         """A loop over so many epochs begins; gives the first that has samples left, to which all samplers move on."""
+        for sampler in self._samplers:
+            sampler.rewind()
+            sampler.is_looping = True
         first = self._trained[0].first_epoch if self._trained else 0
         for sampler in self._samplers:
             sampler.epoch = sampler.epoch or max(first, sampler.first_epoch)
@@ -207,6 +218,16 @@ class Samples:
             )
             place = 0
         shard.begin_at(epoch, place)
+
+    def _is_looked_at(self, *, has_looked: bool = False) -> bool:
+        """The run's script looks at a batch before it trains, as this or another process of it has noticed."""
+        if self._segment is not None:
+            with suppress(OSError):  # no room in memory
+                return is_looked_at(self._segment, has_looked=has_looked)
+        elif self._ask is not None:
+            with suppress(ManipleError):  # the host is away, or there is none
+                return bool(self._ask(LOOK, {"has_looked": has_looked}, timeout_s=_ASK_S))
+        return False
 
     def _tell_of_empty(self, first: int) -> None:
         if self._rank == 0 and not self._is_told:

@@ -239,4 +239,5 @@ class _Local:
 
     def __init__(self, table: Table, holder: Holder) -> None:
         self.take: Callable[..., Lease | Verdict] = functools.partial(table.take, holder)
-        self.terms, self.first_epoch = table.terms, table.first_epoch
+        self.first_epoch: Callable[[int], int] = functools.partial(table.first_epoch, holder.rank)
+        self.terms = table.terms

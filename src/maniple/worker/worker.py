@@ -221,31 +221,42 @@ class Worker(Calls):
         data: Sized | int,
         *,
         static: bool | None = None,
+        balance: bool = False,
         shuffle: bool = True,
         chunk: int | None = None,
         validation: bool = False,
     ) -> "Sampler | Shard":
         """The samples of `data` that this worker trains on, for a DataLoader's `sampler` argument or to iterate over.
 
-        Workers take chunks of an epoch as fast as they train: each sample once per epoch over all workers, and at
-        least once if one dies. `.batches(size)` gives arrays of indices.
+        Workers take chunks of an epoch, up to `len(sampler)` samples in a pass: each sample once per epoch over all
+        workers, and at least once if one dies and is started again. `.batches(size)` gives arrays of indices,
+        `.set_epoch(k)` is as in torch's DistributedSampler, and `.progress` tells how many epochs were handed out.
 
         Args:
             data: the data set, or how many samples there are; the same for all workers.
             static: instead a fixed share for each worker, equal in size and the same in each run. By default so with
                 rules of the circle, where all make the same number of steps.
+            balance: no limit to a pass: fast workers take more, and what a dead one has left is taken in the same
+                epoch. Then `len(sampler)` is only about right, so build no learning-rate schedule from it. It has no
+                effect on fixed shares.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
             validation: they are looked at and not trained on. Each sample once over all workers, also where shares
                 are fixed: those may differ by one then, so make no collective call inside of this loop.
         """
         count = data if isinstance(data, int) else len(data)
+        if static and balance:
+            raise InvalidArgument(
+                "static=True and balance=True exclude each other: one gives each worker a fixed share, the other lets "
+                "fast workers take more. Leave one of them out."
+            )
         self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
             count,
             seat=self._seat,
             place=self._place,
             static=is_in_step(self._place, self._replicas) if static is None else static,
+            balance=balance,
             shuffle=shuffle,
             chunk=chunk,
             validation=validation,
