@@ -127,7 +127,7 @@ ORDINARY = ("--epochs", "3", "--width", "8", "--loaders", "1")  # with two, most
 
 
 @bare
-@pytest.mark.parametrize("rule", ["bsp", "localsgd"])
+@pytest.mark.parametrize("rule", ["easgd", "bsp", "localsgd", "downpour"])
 def test_an_ordinary_script_runs_under_every_rule_and_saves_the_best_shared_model(rule: str, tmp_path):
     pytest.importorskip("sklearn")
     import torch
