@@ -1,4 +1,4 @@
-"""maniple: many workers, one model. Elastic data-parallel training, in step or not, behind two lines.
+"""maniple: many workers, one model. Elastic data-parallel training, in step or not, behind two lines and a sampler.
 
 The layers; a row imports only rows below it, and names split by `|` do not import each other:
 
