@@ -343,7 +343,7 @@ SERVING = """
 JOINING = """
     import sys, time
     import numpy as np, maniple
-    worker = maniple.join(sys.argv[1])
+    worker = maniple.join(sys.argv[1], own_data=True)
     params = {"w": np.zeros(100)}
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
     for _ in range(20):
