@@ -17,7 +17,7 @@ import sys, time, numpy as np, maniple
 worker = maniple.join()
 params = {"w": np.zeros(1000)}
 replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
-drawn = worker.sampler(range(4000))
+drawn = worker.sampler(range(4000), balance=True)
 for index in drawn:
     params["w"] += 1
     replica.step()

@@ -29,7 +29,8 @@ from maniple.host.saving import save_as
 from maniple.place import Limits
 from maniple.record import Events, Folder, read_events
 from maniple.record.folder import write_whole
-from maniple.sampler import position
+from maniple.sampler import Terms, position, table
+from maniple.sampler.lease import Holder
 from maniple.sampler.position import Position
 from maniple.wire.messages import Request
 
@@ -633,6 +634,29 @@ def test_of_workers_who_meet_and_kept_no_position_it_is_not_said_that_nothing_wa
         "where it was in the data is not known: a script with fixed shares begins its epochs again",
     ]
     second.close(0)
+
+
+def test_resumed_run_knows_that_its_script_looks_at_a_batch_and_where_its_passes_begin(memory, tmp_path):
+    first = begun(memory, tmp_path)
+    leases = table.Table.open(first.segment, 0, Terms(10, 3, True))
+    for epoch in range(2):
+        lease = leases.take(Holder(0, 0), epoch, most=10)
+        leases.take(Holder(0, 0), -1, done=[lease.slot])
+    assert leases.first_epoch(0, 3) == 2
+    leases.close()
+    position.is_looked_at(first.segment.path, has_looked=True)
+    for how in ("survived", "begins again"):
+        if how == "survived":
+            first.segment.close()  # killed
+        else:
+            first.close(0)
+        first = Host.resume(memory, tmp_path / "run", {})
+        assert how in first.news[0]
+        assert position.is_looked_at(first.segment.path)
+        leases = table.Table.open(first.segment, 0, Terms(10, 3, True))
+        assert leases.first_epoch(0, 3) == 0, "in the first epoch of which samples are left"
+        leases.close()
+    first.close(0)
 
 
 def test_file_with_an_array_of_a_bad_name_is_not_brought(memory, tmp_path):

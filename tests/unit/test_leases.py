@@ -20,7 +20,7 @@ from maniple.center.segment import DEAD, LEFT, LIVE
 from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
 from maniple.sampler import Lease, Sampler, Table, Terms
 from maniple.sampler.lease import Unfinished, Verdict
-from maniple.sampler.remote import LEASE, Borrower, Tables
+from maniple.sampler.remote import LEASE, LOOK, Borrower, Tables
 from maniple.sampler.table import MOST_LEASES
 from tests.unit.leasing import Run, Sample, Tenant, drawn_at_once, samples_of
 
@@ -554,3 +554,10 @@ def test_worker_elsewhere_asks_for_no_more_than_its_pass_may_have(run):
     assert lender.first_epoch(4) == 1
     host.is_away = True
     assert lender.take(1, most=2).samples == 2
+
+
+def test_worker_elsewhere_hears_that_scripts_of_its_run_look_at_a_batch(run):
+    host, holder = Host(run), run.join(0).holder
+    for has_looked, expected in ((False, False), (True, True), (False, True)):
+        assert host.tables.grant(LOOK, {"has_looked": has_looked}, holder) is expected
+    assert host.tables.grant(LOOK, [], holder) is True

@@ -159,8 +159,11 @@ class Order:
         self._skipped = max(self._skipped, self.epoch - epoch)
         self.epoch = epoch + self._skipped
 
-    def rewind(self) -> bool:
-        """If a script has only looked at the last pass, let the next one be the same epoch; True if so."""
+    def rewind(self, *, is_last: bool = False) -> bool:
+        """If a script has only looked at the last pass, let the next one be the same epoch; True if so.
+
+        With `is_last` there is no next one: perhaps this was no look, but training that came to no step.
+        """
         may_be_one = not self._is_at_end or (self._looks and self._given > self._before)
         if not self._is_open or not may_be_one or not self._is_shared():
             return False
@@ -170,7 +173,8 @@ class Order:
         self._is_open = self._is_at_end = self.is_finished = False
         self.epoch -= 1
         self._given, self._rest, self._pending = self._before, iter(()), 0
-        self._on_look()
+        if not is_last:
+            self._on_look()
         return True
 
     def stepped(self) -> None:
@@ -269,8 +273,8 @@ class Shard(Order):
         elif self.epoch == 1 and self._is_open:
             self._told = epoch, place
 
-    def rewind(self) -> bool:
-        has_rewound = super().rewind()
+    def rewind(self, *, is_last: bool = False) -> bool:
+        has_rewound = super().rewind(is_last=is_last)
         if has_rewound and self._told is not None:
             self.begin_at(*self._told)
             self._told = None
@@ -362,8 +366,8 @@ class Sampler(Order):
     def progress(self) -> float:
         return self._progress
 
-    def rewind(self) -> bool:
-        has_rewound = super().rewind()
+    def rewind(self, *, is_last: bool = False) -> bool:
+        has_rewound = super().rewind(is_last=is_last)
         self._is_rewound |= has_rewound
         return has_rewound
 
@@ -377,7 +381,7 @@ class Sampler(Order):
 
     def finish(self, *, is_early: bool) -> None:
         """Give back what is done and what is not."""
-        self.rewind()
+        self.rewind(is_last=True)
         left = self._left() if self._is_rewound else []
         if self._held is None and self._lead.has_drained(self.taken, is_early=is_early):
             self._lead.drained(self.taken)

@@ -19,7 +19,7 @@ from maniple.worker.seat import Seat
 
 Kind = TypeVar("Kind", bound=Order)
 
-_ASK_S = 60.0
+_ASK_S = 5.0  # a host that does not answer is not worth more for a look
 _NOTE_EVERY_S = 0.2  # a position of a worker's own, which costs a small file
 
 
