@@ -133,7 +133,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 done, 1 a worker or producer failed, 2 bad arguments, 3 the system refused, 4 other, 130 interrupted.
     """
-    _hint_at_misplaced(options.get("args", ()), click.get_current_context().command)
+    _hint_at_misplaced(options.get("script"), options.get("args", ()), click.get_current_context().command)
     _start(job_from(**options))
 
 
@@ -168,14 +168,15 @@ def serve(**options: Any) -> None:
     _start(job_from(**options))
 
 
-def _hint_at_misplaced(args: tuple[str, ...], command: click.Command) -> None:
+def _hint_at_misplaced(script: str | None, args: tuple[str, ...], command: click.Command) -> None:
     """Say so if the arguments of a script hold options of maniple, which then went to the script."""
     known = {word for option in command.params if option.name not in _OFTEN_OF_SCRIPTS for word in option.opts}
     words = [arg.partition("=")[0] for arg in args]
     if found := [word for word in words if word.startswith("-") and word in known]:
         click.echo(
             f"maniple: {', '.join(found)} stands after the script, so it is an argument of the script and not of "
-            "maniple, whose options come before it: maniple run -n 2 train.py",
+            "maniple, whose options come before it: "
+            f"maniple {command.name} {found[0]} ... {script or 'SCRIPT'}",
             err=True,
         )
 

@@ -10,7 +10,7 @@ from maniple.story import Standing, Story, Totals
 
 def count(number: int, thing: str) -> str:
     """`1 worker`, `2 workers`."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 class Board:
