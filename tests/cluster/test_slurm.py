@@ -45,7 +45,7 @@ SCRIPT = f"""
     worker = maniple.join()
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(2))
     worker.log(begin=float(np.abs(params["w"]).sum()), task=sys.argv[1], threads=os.environ["OMP_NUM_THREADS"])
-    sampler = worker.sampler({SAMPLES}, chunk={CHUNK})
+    sampler = worker.sampler({SAMPLES}, balance=True, chunk={CHUNK})
     taken = Path(f"taken-{{worker.rank}}-{{os.getpid()}}-{{time.time_ns()}}").open("w", buffering=1)
     for epoch in range(int(sys.argv[2])):
         for batch in sampler.batches({BATCH}):
