@@ -164,7 +164,7 @@ def test_the_others_continue_where_the_launcher_lets_them(tmp_path, without_numb
     """As srun does, unless it is told to end all; here a shell is the launcher."""
     script = COUNT.replace(
         "replica.step()", "replica.step(); worker.rank == replica.steps == 1 and os.kill(os.getpid(), 9)"
-    )
+    ).replace("chunk=10", "chunk=10, balance=True")
     place = "PMI_RANK={0} MPI_LOCALRANKID={0} PMI_SIZE=2 MPI_LOCALNRANKS=2"
     workers = " & ".join(f"{place.format(rank)} {sys.executable} train.py 0.02" for rank in range(2))
     going = launched(tmp_path, script, "sh", "-c", f"{workers} & wait", env={"MANIPLE_STRICT": strict})

@@ -193,7 +193,7 @@ def test_samples_that_nobody_has_taken_are_told_at_the_end_and_trained_on_by_res
     seen.open("start")
     assert run.wait() == 0, run.output
     assert seen.samples("0-*") == 3000 and seen.samples("1-*") == 1000
-    assert "2000 samples of the last epochs were not trained on" in run.output
+    assert "2,000 samples of the last epochs were not trained on" in run.output
     assert run.output.count("balance=True") == 1
     command = [
         str(MANIPLE),
@@ -232,7 +232,7 @@ LATE = """
         time.sleep(0.02)
     worker = maniple.join()
     replica = worker.share({"w": np.zeros(3)})
-    sampler = worker.sampler(100)
+    sampler = worker.sampler(100, balance=True)
     for epoch in worker.epochs(2) if sys.argv[1] == "epochs" else range(2):
         for batch in sampler.batches(10):
             replica.step()
