@@ -187,6 +187,19 @@ def test_lead_counts_steps_over_several_batches():
     assert lead.trained >= 17 * per_step * batch
 
 
+@given(st.integers(1, 6), st.integers(1, 64), st.integers(1, 4))
+def test_lead_knows_of_the_first_step_of_a_later_pass(steps, batch, passes):
+    lead, base = Lead(), 0
+    for number in range(passes):
+        for step in range(1, steps + 1):
+            lead.stepped(base + step * batch)
+            assert lead.trained <= base + step * batch
+            if number and steps > 1:
+                assert lead.trained == base + step * batch, "a newcomer would be a step behind the others"
+        base += steps * batch
+        lead.drained(base)
+
+
 @given(st.integers(1, 10**7), st.integers(0, 200))
 def test_chunks_are_many_enough_for_all_workers_and_not_too_small(count, workers):
     chunk = chunk_for(count, workers)

@@ -1,5 +1,6 @@
 """The fixed shares: within a pass, each sample at most once over all workers, equally many for each."""
 
+import types
 from collections import Counter
 
 import msgspec
@@ -221,6 +222,26 @@ def made_samples(count: int, *, begins: dict[int, tuple[int, int, int]] | None =
             should_stop=lambda: False, is_shared=lambda: True, on_wait=lambda: None,
         )  # fmt: skip
     return samples
+
+
+def test_newcomer_continues_where_the_others_were_at_their_last_exchange():
+    """It makes the steps up to the next exchange itself, as they have done since the last one."""
+    samples, replica = made_samples(40), types.SimpleNamespace(steps=0, rounds=0)
+
+    def place() -> tuple[int, int, int]:
+        position = samples.position(replica)
+        return (*position["samplers"]["0"][:2], position["steps"])
+
+    assert place() == (0, 0, 0)
+    for epoch in range(3):
+        for number, _ in enumerate(samples._samplers[0].batches(5), 1):
+            replica.steps += 1
+            samples.stepped()
+            assert place() == (epoch, 20 * (number > 2), 4 * epoch + 2 * (number > 2))
+            if number % 2 == 0:  # the center, or all workers, have it
+                replica.rounds += 1
+                samples.settled(replica)
+                assert place() == ((epoch, 20, 4 * epoch + 2) if number == 2 else (epoch + 1, 0, 4 * epoch + 4))
 
 
 def test_a_worker_alone_has_all_epochs_and_a_limit_ends_them(monkeypatch):

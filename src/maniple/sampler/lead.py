@@ -8,7 +8,8 @@ class Lead:
     """What was trained on of what was drawn.
 
     With taken(s) samples drawn at the end of step s, a loader that draws `a - 1` batches ahead has trained on
-    taken(s - a + 1) of them. `a` is the number of batches drawn before the first step of a pass has ended.
+    taken(s - a + 1) of them. `a` is the number of batches drawn before the first step of a pass has ended, which the
+    second step tells. What the first step was trained on is known from earlier passes, if its size has not changed.
     """
 
     def __init__(self) -> None:
@@ -17,6 +18,7 @@ class Lead:
         self._batch = 0  # the fewest samples drawn in one step, once known
         self._largest = 0  # the most, in this pass
         self._most = 0  # the samples of a whole step, by all passes
+        self._usual = 0  # the same, by any two steps of a pass: of short passes, perhaps only by the last one
         self._taken: deque[int] = deque()
 
     def has_drained(self, taken: int, *, is_early: bool = False) -> bool:
@@ -40,9 +42,13 @@ class Lead:
         self._steps += 1
         if not self._first:
             self._first = self._before = taken
+            drawn = taken - self._base
+            if self._usual and drawn and drawn % self._usual == 0:  # whole steps as before: one of them has ended
+                self.trained = self._base + self._usual
             return
         grown, self._before = taken - self._before, taken
         if grown > 0:
+            self._usual = max(self._usual, grown)
             if self._batch:  # the last batch of a pass may be short, so one alone tells nothing
                 self._most = max(self._most, self._largest, grown)
             self._largest = max(self._largest, grown)

@@ -251,7 +251,7 @@ class Shard(Order):
         self._own_rank, self._divide = rank, divide
         self._is_whole = is_whole
         self._lead = Lead()
-        self._begun = (0, 0)  # the epoch, and the place in its order, at which the newest pass has begun
+        self._begun = self._start = (0, 0)  # epoch and place in its order, at which the newest and the first pass begin
         self._base = self._share = 0  # the samples taken before that pass, and those of the pass itself
         self._told: tuple[int, int] | None = None  # where to begin, if the pass under way turns out to be no epoch
 
@@ -269,7 +269,7 @@ class Shard(Order):
         if not self.epoch:
             each = (self._count - place) // self._world
             self._begun = (epoch, place) if place >= 0 and each > 0 else (epoch + 1, 0)
-            self.first_epoch = self._begun[0]
+            self.first_epoch, self._start = self._begun[0], self._begun
         elif self.epoch == 1 and self._is_open:
             self._told = epoch, place
 
@@ -284,6 +284,11 @@ class Shard(Order):
     def progress(self) -> float:
         epoch, place = self._begun
         return epoch + min(1.0, (place + (self.taken - self._base) * self._world) / self._count)
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Where the first pass begins: its epoch, and the place in its order."""
+        return self._start
 
     @property
     def position(self) -> tuple[int, int]:
@@ -309,6 +314,8 @@ class Shard(Order):
         if self._divide is not None and self._own_rank in (ranks := self._divide(epoch)):
             self._rank, self._world = ranks.index(self._own_rank), len(ranks)
         place = self._begun[1] if epoch == self._begun[0] else 0
+        if not self._share:
+            self._start = (epoch, place)
         places = self._places(place)
         self._share = len(places)
         self._begun, self._base = (epoch, place), self.taken

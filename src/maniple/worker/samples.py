@@ -42,6 +42,8 @@ class Samples:
         self._ask: Ask | None = None
         self._rank, self._world = 0, 1
         self._begin = Position(0, 1, False, 0, 0)  # where this worker continues
+        self._settled: dict[int, tuple[int, int]] = {}  # where fixed shares were at the last exchange, and the steps
+        self._settled_steps = self._steps_since = 0
         self._noted = 0.0
         self._loops = 0  # the epochs of all loops over `worker.epochs` that were begun
         self._is_told = False
@@ -147,13 +149,20 @@ class Samples:
 
     def stepped(self) -> None:
         """A training step was made."""
+        self._steps_since += 1
         for sampler in self._trained:
             sampler.stepped()
 
-    def settled(self) -> None:
-        """The center has all that was learned so far."""
+    def settled(self, replica: Traveller) -> None:
+        """The center, or all workers who meet, have what was learned so far."""
+        self._settled_steps, self._steps_since = replica.steps, 0
         for sampler in self._trained:
             sampler.settled()
+        self._note_shares()
+
+    def _note_shares(self) -> None:
+        for number, shard in self._shards().items():
+            self._settled[number] = shard.position
 
     def begin_loop(self, epochs: int) -> int:
         """A loop over so many epochs begins; gives the first that has samples left, to which all samplers move on."""
@@ -170,6 +179,8 @@ class Samples:
         """The loop has come to the end of an epoch, and has trained on all samples that it was given."""
         for sampler in self._trained:
             sampler.passed()
+        if not self._steps_since:
+            self._note_shares()
 
     def note(self, replica: Traveller, *, is_common: bool, is_last: bool = False) -> None:
         """The center has all that was learned so far: write down where who continues from it finds the next samples.
@@ -196,9 +207,12 @@ class Samples:
             self._continue(number, sampler, sampler.count)
 
     def _position(self, replica: Traveller, *, is_common: bool) -> Position:
-        done = {number: (*shard.position, shard.count) for number, shard in self._shards().items()}
-        steps, rounds = self._begin.steps + replica.steps, self._begin.rounds + replica.rounds
-        return Position(self._rank, self._world, is_common, steps, replica.steps, rounds, done)
+        """At the last exchange: steps after it are in no center, and a newcomer makes its own up to the next one."""
+        done = {
+            number: (*self._settled.get(number, shard.start), shard.count) for number, shard in self._shards().items()
+        }
+        steps, rounds = self._begin.steps + self._settled_steps, self._begin.rounds + replica.rounds
+        return Position(self._rank, self._world, is_common, steps, self._settled_steps, rounds, done)
 
     def _shards(self) -> dict[int, Shard]:
         """The fixed shares that are trained on, by their numbers."""

@@ -390,7 +390,7 @@ class Worker(Calls):
     def settled(self, replica: Replica) -> None:
         """The center has all that a replica has learned."""
         if self._replicas and replica is self._replicas[0]:
-            self._samples.settled()
+            self._samples.settled(replica)
             if replica.rule.meets == "center":
                 self._samples.note(replica, is_common=False)
 
