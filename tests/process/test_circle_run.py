@@ -81,21 +81,21 @@ maniple.circle.torch.Torch.reside = lambda self, sizes, wire, device: Rounds.res
 """
 
 
-def test_gradients_on_gpus_of_one_machine_meet_over_torch_by_default(run):
+@pytest.mark.parametrize(
+    ("differ", "options", "engine", "words"),
+    [
+        (True, (), "torch", "2 workers meet in the circle torch"),
+        (False, (), "shared", "workers 0 and 1 share one GPU (cuda:0), which NCCL refuses"),
+        (True, ("--restarts", "1"), "shared", "with --restarts 1 workers may come back, whom NCCL cannot take in"),
+    ],
+    ids=["own GPUs", "one GPU", "restarts"],
+)
+def test_gradients_on_gpus_of_one_machine_meet_over_nccl_where_that_can_be(run, differ, options, engine, words):
     require("torch", find_spec("torch") is not None, "no torch")
-    done = run(ON_GPUS.replace("DIFFER", "True") + SCRIPT, "-n", "2")
+    done = run(ON_GPUS.replace("DIFFER", str(differ)) + SCRIPT, "-n", "2", *options)
     assert done.process.returncode == 0, done.output
-    assert "2 workers meet in the circle torch" in done.output
-    assert [row["engine"] for rank in (0, 1) for row in done.events(rank, "circle")] == ["torch", "torch"]
-    assert_numbers(done.output, 2)
-
-
-def test_workers_that_share_a_gpu_meet_in_host_memory(run):
-    require("torch", find_spec("torch") is not None, "no torch")
-    done = run(ON_GPUS.replace("DIFFER", "False") + SCRIPT, "-n", "2")
-    assert done.process.returncode == 0, done.output
-    assert "host memory, not over NCCL: workers 0 and 1 share one GPU (cuda:0), which NCCL refuses" in done.output
-    assert [row["engine"] for rank in (0, 1) for row in done.events(rank, "circle")] == ["shared", "shared"]
+    assert words in done.output
+    assert [row["engine"] for rank in (0, 1) for row in done.events(rank, "circle")] == [engine, engine]
     assert_numbers(done.output, 2)
 
 

@@ -123,5 +123,6 @@ class Circles:
 def _asked_restarts(place: Place) -> int:
     """How often the launcher may start a worker again, as the run folder says."""
     with suppress(OSError, InvalidArgument):
-        return int(Folder(place.run).read().get("restarts") or 0) if place.run is not None else 0
+        asked = Folder(place.run).read().get("asked") if place.run is not None else None
+        return int((asked or {}).get("restarts") or 0)
     return 0
