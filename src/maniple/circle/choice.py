@@ -18,7 +18,7 @@ from maniple.center.segment import DEAD, LEFT, refusal
 from maniple.contracts import Circle
 from maniple.errors import InvalidArgument, WaitedTooLong
 from maniple.place import CIRCLES, Place
-from maniple.record.folder import write_whole
+from maniple.record.folder import write_once, write_whole
 
 _LOOK_S = 0.02
 _RETURN_S = 30.0  # worker 0 may count as dead for so long, on a busy machine, and yet return
@@ -99,7 +99,7 @@ def agree(
     if not offer.gpu:  # so it is host memory, whatever the others have
         decided = Decided("shared", f"worker {place.rank} has its model on {offer.device}")
         if place.rank == 0:
-            _settle(path, decided, 0)
+            write_once(path, msgspec.json.encode(decided))
         return decided
     patience, seen_s = Patience(place.circle_deadline_s), 0.0
     while not path.exists():
@@ -107,11 +107,11 @@ def agree(
         missing = [rank for rank, one in enumerate(paths) if not one.exists()]
         if place.rank == 0 and all(segment.state(rank) in {LEFT, DEAD} for rank in missing):
             offers = [None if rank in missing else _read(one) for rank, one in enumerate(paths)]
-            _settle(path, decide(offers, restarts=restarts()), 0)
+            write_once(path, msgspec.json.encode(decide(offers, restarts=restarts())))
             continue
         seen_s = seen_s if segment.state(0) in {LEFT, DEAD} else patience.waited_s
         if place.rank and patience.waited_s - seen_s > _RETURN_S:
-            _settle(path, Decided("shared", "worker 0 is gone"), place.rank)
+            write_once(path, msgspec.json.encode(Decided("shared", "worker 0 is gone")))
         if patience.is_over():
             whom = missing if place.rank == 0 else [0]
             raise WaitedTooLong(
@@ -139,18 +139,6 @@ def _put(path: Path, offer: Offer) -> None:
 
 def _read(path: Path) -> Offer:
     return msgspec.json.decode(path.read_bytes(), type=Offer)
-
-
-def _settle(path: Path, decided: Decided, rank: int) -> None:
-    """Write down what worker `rank` has decided, unless somebody has before."""
-    beside = path.with_name(f"{path.name}.by-{rank}")
-    beside.write_bytes(msgspec.json.encode(decided))
-    try:
-        path.hardlink_to(beside)
-    except FileExistsError:
-        pass
-    finally:
-        beside.unlink()
 
 
 def open_circle(place: Place, name: str, folder: Path | None = None) -> Circle:

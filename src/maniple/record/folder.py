@@ -16,6 +16,7 @@ import errno
 import itertools
 import json
 import os
+import secrets
 import shutil
 import time
 from contextlib import suppress
@@ -189,6 +190,17 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     except OSError as error:  # a full disk tells no name
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_once(path: Path, data: bytes) -> None:
+    """Give `path` this content, unless another process was first: all readers see one whole file, that of the first."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(data)
+        with suppress(FileExistsError):
+            os.link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -5,7 +5,6 @@ before it copies the center. So a center holds all that was learned before its p
 who continues there repeats steps, and leaves out no sample. Leases have a table of their own (`table`).
 """
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from maniple.record.folder import write_whole
+from maniple.record.folder import write_once, write_whole
 
 _FILE = "position-"
 _GONE, _DIVISION = "gone-", "division-"  # marks of workers that were given up; who shares a pass of validation
@@ -60,11 +59,7 @@ def divided(segment: Path, number: int, epoch: int, world: int) -> tuple[int, ..
     path = segment / f"{_DIVISION}{number}-{epoch}"
     try:
         if not path.exists():
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            beside.write_bytes(msgspec.json.encode(remaining(segment, world)))
-            with suppress(FileExistsError):
-                os.link(beside, path)  # whole, and only if nobody has decided meanwhile
-            beside.unlink()
+            write_once(path, msgspec.json.encode(remaining(segment, world)))
             (segment / f"{_DIVISION}{number}-{epoch - _KEPT_DIVISIONS}").unlink(missing_ok=True)
         return tuple(msgspec.json.decode(path.read_bytes(), type=list[int]))
     except OSError:  # no room in memory: as from the beginning

@@ -16,7 +16,6 @@ later epoch. Without a limit, pass k takes from epoch k alone, and ends with it.
 """
 
 import mmap
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 from maniple.center.locks import ByteLocks
 from maniple.center.segment import MAX_WORKERS, Segment, refusal
 from maniple.errors import InvalidArgument
+from maniple.record.folder import write_once
 from maniple.sampler.lease import Holder, Lease, Terms, Unfinished, Verdict
 
 _EPOCHS = 16  # so many epochs may be open at a time; of more, the oldest is closed
@@ -169,9 +169,8 @@ class Table:
             if (rest := self._free()) is None:
                 return Verdict.FULL
             self._write(Lease(rest, lease.epoch, lease.start + most, lease.stop), _NOBODY)
-            self._words[_SIZES + slot] = (
-                lease.epoch << 32 | most
-            )  # a death before this line leaves the end leased twice
+            # A death before this line leaves the end leased twice.
+            self._words[_SIZES + slot] = lease.epoch << 32 | most
         self._words[_OWNERS + slot] = me
         return self._lease(slot)
 
@@ -324,13 +323,7 @@ def _make(path: Path, saved: Unfinished) -> None:
         slot = (first + i) % MOST_LEASES
         words[[_OWNERS + slot, _STARTS + slot, _SIZES + slot]] = _NOBODY, start, (epoch << 32) | (stop - start)
     words[_HINT] = (first + len(saved.leased)) % MOST_LEASES
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(words.tobytes())
-        os.link(beside, path)
-    except FileExistsError:
-        pass
+        write_once(path, words.tobytes())
     except OSError as error:
         raise refusal(path.parent, error) from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -400,7 +400,8 @@ class Worker(Calls):
         A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
         Those who were given up have no samples any more.
         """
-        if self._replicas and replica is self._replicas[0] and workers >= self._samples.remaining:
+        is_whole = workers >= self.world or workers >= self._samples.remaining  # which looks into a folder
+        if self._replicas and replica is self._replicas[0] and is_whole:
             self._samples.note(replica, is_common=True)
 
     def position(self, replica: Replica) -> Any:
