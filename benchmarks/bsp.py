@@ -1,22 +1,22 @@
-"""Synchronous training on 2 processes: DistributedDataParallel, ours, and 2 unsynchronised processes as the limit.
+"""Synchronous training on 2 processes: DistributedDataParallel, maniple, and 2 unsynchronised processes as the limit.
 
-For an MLP, an LSTM and a small CNN in PyTorch, one thread per process. Everybody begins with the same parameters; each
-rank has batches of its own, the same ones in every contestant. First the losses of 100 steps are compared between DDP
-and ours: the mean over both ranks, and the largest relative difference. Then all contestants, alive at once, take turns
-of so many steps, many times over; then all are started anew, since equal processes differ by luck. The speed-up is in
-samples per second over one plain process; all ratios are taken within a round, and their median counts. As in
-speedup.py, every process gets the same settings of the C library's allocator.
+For an MLP, an LSTM and a small CNN in PyTorch, with one thread per process. All processes start with the same
+parameters; each rank has its own batches, the same ones in every contestant. First the losses of 100 steps are compared
+between DDP and maniple: the mean over both ranks, and the largest relative difference. Then all contestants, alive at
+once, take turns of a fixed number of steps. This is repeated with new processes, because identical processes differ by
+chance. The speed-up is in samples per second over one plain process; all ratios are computed within a round, and their
+median counts. As in speedup.py, every process has the same settings of the C library's allocator.
 
-    plain           one process that knows nothing of others
+    plain           one process without any communication
     DDP             DistributedDataParallel over gloo, with its defaults
-    DDP views       the same with gradient_as_bucket_view, static_graph, and buffers left alone
+    DDP views       the same with gradient_as_bucket_view, static_graph, and without broadcasting buffers
     ours            `maniple run -n 2 --rule bsp`
-    bare            a sum of the gradients in shared memory by hand, with no care for anything: what synchrony costs
-    limit           two plain processes at once, each on a core of its own
-    ours torch      with --circles: the same with --circle torch
-    ours overlap    with --circles: --circle torch --rule bsp:overlap=true
+    bare            a hand-written sum of the gradients in shared memory, without checks: the cost of synchronisation
+    limit           two plain processes at once, each on its own core
+    ours torch      with --torch: the same with --collectives torch
+    ours overlap    with --torch: --collectives torch --rule bsp:overlap=true
 
-    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp] [--circles]
+    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp] [--torch]
 """
 
 import argparse
@@ -36,19 +36,22 @@ from cast import DEADLINE_S, Cast, answer
 from measure import report
 from speedup import ALLOCATOR, CORES, MODELS, build
 
-BATCHES = 8  # of each rank, in turn
+BATCHES = 8  # per rank, used in turn
 LOSSES = 100  # steps whose losses are compared
 DDP: dict[str, dict[str, bool]] = {
     "DDP": {},
     "DDP views": {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False},
 }
-QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the old name of an option is what older versions of torch know
+QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the option's old name also works in older versions of torch
 KINDS = ["plain", *DDP, "ours", "bare", "limit"]
-CIRCLES = {"ours torch": ["--circle", "torch"], "ours overlap": ["--circle", "torch", "--rule", "bsp:overlap=true"]}
+ENGINES = {
+    "ours torch": ["--collectives", "torch"],
+    "ours overlap": ["--collectives", "torch", "--rule", "bsp:overlap=true"],
+}
 
 
 class Loop:
-    """The training loop of one process, the same for all contestants."""
+    """The training loop of one process, which is the same for all contestants."""
 
     def __init__(self, kind: str, name: str) -> None:
         import torch
@@ -78,7 +81,7 @@ class Loop:
         elif self.kind.startswith("ours"):
             import maniple
 
-            self.replica = maniple.join().share(self.model, self.optimizer)  # the rule is the command line's
+            self.replica = maniple.join().share(self.model, self.optimizer)  # the command line sets the rule
 
     def step(self) -> Any:
         x, y = self.batches[self.steps % BATCHES]
@@ -92,7 +95,7 @@ class Loop:
         return loss
 
     def reply(self, what: str, steps: int) -> Any:
-        """The losses of so many steps; or samples per second over so many."""
+        """Return the losses of `steps` steps, or the samples per second over them."""
         if what == "losses":
             return [self.step().item() for _ in range(steps)]
         begin = time.perf_counter()
@@ -102,7 +105,7 @@ class Loop:
 
 
 def scatter(x, random):
-    """A random batch in the form of `x`: word ids if those are whole numbers."""
+    """Return a random batch with the shape and dtype of `x`: word ids if it has integers."""
     import torch
 
     if x.dtype == torch.int64:
@@ -111,7 +114,7 @@ def scatter(x, random):
 
 
 def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
-    """The processes of one contestant."""
+    """Start the processes of one contestant."""
     address, count = folder / kind.replace(" ", "-"), 1 if kind == "plain" else 2
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STORE": f"{address}.store"} | ALLOCATOR | QUIET
     script = [__file__, "--work", kind, model, str(address)]
@@ -125,12 +128,12 @@ def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
             "--runs",
             str(folder / "runs"),
         ]
-        asked = CIRCLES.get(kind, [])
+        asked = ENGINES.get(kind, [])
         asked = asked if "--rule" in asked else [*asked, "--rule", *rule]
         return Cast(address, [[*command, *asked, *script]], [env], count)
     envs = [env | {"RANK": str(rank)} for rank in range(count)]
     cast = Cast(address, [[sys.executable, *script]] * count, envs, count)
-    if kind in {"limit", "bare"}:  # as the launcher gives its workers
+    if kind in {"limit", "bare"}:  # bind cores, as the launcher does for its workers
         for pid, core in zip(cast.pids, CORES, strict=False):
             os.sched_setaffinity(pid, {core})
     return cast
@@ -147,17 +150,17 @@ def started(model: str, rule: list[str], kinds: list[str]) -> Iterator[dict[str,
 
 
 def losses(cast: Cast) -> list[float]:
-    """The loss of each of the first steps, the mean over the ranks."""
+    """Return the loss of each of the first steps, as the mean over the ranks."""
     return [statistics.fmean(pair) for pair in zip(*cast.ask("losses", LOSSES), strict=True)]
 
 
 def difference(some: list[float], others: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(some, others, strict=True))
 
 
 def play(model: str, options: argparse.Namespace, rates: dict[str, list[float]]) -> float:
-    """One cast: the difference of the losses; the rates of all rounds go to `rates`."""
+    """Run one cast: return the difference of the losses; append the rates of all rounds to `rates`."""
     with started(model, options.rule, list(rates)) as contestants:
         first = {kind: losses(cast) for kind, cast in contestants.items()}
         batch = len(build(model)[2])
@@ -169,8 +172,8 @@ def play(model: str, options: argparse.Namespace, rates: dict[str, list[float]])
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row: speed-ups over one plain process, and the ratios that matter."""
-    rates: dict[str, list[float]] = {kind: [] for kind in [*KINDS, *(CIRCLES if options.circles else ())]}
+    """Measure one row: speed-ups over one plain process, and ratios."""
+    rates: dict[str, list[float]] = {kind: [] for kind in [*KINDS, *(ENGINES if options.torch else ())]}
     apart = max(play(model, options, rates) for _ in range(options.casts))
 
     def ratio(a: str, b: str) -> float:
@@ -191,15 +194,13 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--casts", type=int, default=3, help="how often all processes are started anew")
+    parser.add_argument("--casts", type=int, default=3, help="number of casts, each with new processes")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant per cast")
-    parser.add_argument("--turn", type=float, default=1.0, help="seconds that one plain process needs for a turn")
+    parser.add_argument("--turn", type=float, default=1.0, help="length of a turn in seconds of one plain process")
     parser.add_argument(
-        "--rule", type=str.split, default=["bsp"], help='of ours, as for `maniple run`: "easgd --every 1"'
+        "--rule", type=str.split, default=["bsp"], help='rule of ours, as for `maniple run`: "easgd --every 1"'
     )
-    parser.add_argument(
-        "--circles", action="store_true", help="ours over the circle torch too, with and without overlap"
-    )
+    parser.add_argument("--torch", action="store_true", help="also measure the torch backend, with and without overlap")
     parser.add_argument("--work", nargs=3, metavar=("KIND", "MODEL", "ADDRESS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

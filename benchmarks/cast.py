@@ -1,4 +1,4 @@
-"""The processes of one contestant, which do nothing until the parent asks them all: so contestants can take turns."""
+"""The processes of one contestant, which are idle until the parent sends a request: contestants can take turns."""
 
 import contextlib
 import json
@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 120.0  # of every wait for the processes
+DEADLINE_S = 120.0  # for every wait for the processes
 
 
 class Cast:
-    """Processes that were started by some commands and call `answer`. They end when they are asked no more."""
+    """Processes of some commands, which call `answer`. They exit when the cast is closed."""
 
     def __init__(self, address: Path, commands: Sequence[Sequence[str]], envs: Sequence[dict[str, str]], count: int):
-        """Start the commands, each with its variables over one's own, and wait for `count` processes."""
+        """Start the commands, each with its variables added to the environment, and wait for `count` processes."""
         self._name = address.name
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(address))
@@ -51,7 +51,7 @@ class Cast:
         return [process.pid for process in self._started]
 
     def ask(self, *question: Any) -> list[Any]:
-        """The answers of all processes to the same question; they hear it at the same time."""
+        """Send the same request to all processes at once, and return their answers."""
         for link in self._links:
             link.sendall(f"{json.dumps(question)}\n".encode())
         lines = [file.readline() for file in self._files]
@@ -74,7 +74,7 @@ class Cast:
 
 
 def answer(address: str, reply: Callable[..., Any]) -> None:
-    """In such a process: answer the parent's questions by `reply`, until it asks no more."""
+    """Answer the parent's requests with `reply` until the connection closes. Called in the processes of a cast."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(address)
         for line in link.makefile("r"):

@@ -1,10 +1,10 @@
-"""What does the control plane cost: how soon has a crowd joined, how long does a question take, how much memory is it?
+"""Cost of the control plane: time for many workers to join, latency of a request, memory of the server.
 
-A host's server in a process of its own, on loopback TCP. In each round, a question is asked again and again, by one
-worker and one at a time: while nothing else goes on; while 2 workers exchange a model of 48 MiB without a pause; and
-after 200 workers have joined, all at once from 8 processes, which then only beat. An answer is written down before it
-is given. Seconds to join are from the starting signal to the last worker's "joined". Memory is what the server's
-process has grown by, without its libraries.
+A host's server runs in a separate process, on loopback TCP. In each round, one worker sends requests, one at a time: to
+an otherwise idle server; while 2 workers exchange a model of 48 MiB without a pause; and after 200 workers have joined,
+all at once from 8 processes, which then only send heartbeats. The server saves each answer before it sends it. Seconds
+to join are from the starting signal to the last worker's "joined". Memory is the growth of the server's process,
+without its libraries.
 
     python benchmarks/control.py [--workers 200] [--questions 300] [--repeats 5]
 """
@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 
 from maniple.center import Segment
-from maniple.center.link import Door
-from maniple.place import shared_memory
+from maniple.connection.link import Endpoint
+from maniple.environment import shared_memory
 from maniple.wire.address import Address
-from maniple.wire.messages import Join
-from maniple.worker.control import Control
-from maniple.worker.questions import Questions
+from maniple.wire.messages import JoinRequest
+from maniple.worker.controller_client import ControllerClient
+from maniple.worker.heartbeat_sender import HeartbeatSender
 from measure import report
 from server import DEADLINE_S, MIB, PROCESSES, TOKEN, Plan, our_act, serve, settled_bytes, start, tell
 
-CROWDS = 8  # processes
-PAUSE_S = 0.005  # between two questions
+CROWDS = 8  # processes that hold the workers' connections
+PAUSE_S = 0.005  # between two requests
 SITUATIONS = {
     "idle": "nothing else goes on",
     "exchanges": "2 workers exchange 48 MiB without a pause",
@@ -43,16 +43,19 @@ SITUATIONS = {
 
 
 def crowd(pipe: Any, address: Address, count: int) -> None:
-    """The control connections of `count` workers, in a process of their own: they join when told, and beat on."""
+    """Hold the control connections of `count` workers in one process: they join on request, and send heartbeats."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    members = [Control(Door(address, TOKEN), Join("node", 1, -1, 0), count=lambda: (0, 0, False)) for _ in range(count)]
+    members = [
+        HeartbeatSender(Endpoint(address, TOKEN), JoinRequest("node", 1, -1, 0), count=lambda: (0, 0, False))
+        for _ in range(count)
+    ]
 
-    def join(member: Control) -> None:
+    def join(member: HeartbeatSender) -> None:
         member.join(DEADLINE_S)
         member.start()
 
     pipe.send("ready")
-    with contextlib.suppress(EOFError):  # the parent is gone
+    with contextlib.suppress(EOFError):  # the parent has exited
         while pipe.poll(DEADLINE_S) and pipe.recv():
             with ThreadPoolExecutor(count) as pool:
                 list(pool.map(join, members))
@@ -60,7 +63,7 @@ def crowd(pipe: Any, address: Address, count: int) -> None:
 
 
 def train(pipe: Any, rank: int, plan: Plan) -> None:
-    """A worker that exchanges its model again and again, until it is killed."""
+    """Run a worker that exchanges its model continuously until it is killed."""
     act = our_act(plan, "tcp", rank, np.ones(plan.size_bytes // 4, np.float32))
     act()
     pipe.send("ready")
@@ -69,18 +72,18 @@ def train(pipe: Any, rank: int, plan: Plan) -> None:
 
 
 def begin(stack: contextlib.ExitStack, act: Callable[..., None], *arguments: Any) -> Any:
-    """Start a process and wait until it is ready; gives the pipe to it."""
+    """Start a process, wait until it is ready, and return the pipe to it."""
     pipe, far = PROCESSES.Pipe()
     start(stack, act, far, *arguments)
-    far.close()  # so that its death is noticed
+    far.close()  # so that its death closes the pipe
     if not pipe.poll(DEADLINE_S):
         raise TimeoutError(f"{act.__name__} is not ready after {DEADLINE_S:g} s")
     pipe.recv()
     return pipe
 
 
-def ask(questions: Questions, count: int) -> list[float]:
-    """The milliseconds that each of `count` questions took."""
+def ask(questions: ControllerClient, count: int) -> list[float]:
+    """Return the latency of each of `count` requests in milliseconds."""
     found = []
     for _ in range(count):
         before = time.perf_counter()
@@ -91,8 +94,8 @@ def ask(questions: Questions, count: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def host() -> Generator[tuple[contextlib.ExitStack, Plan, int, Questions]]:
-    """A fresh server, and somebody who asks it."""
+def host() -> Generator[tuple[contextlib.ExitStack, Plan, int, ControllerClient]]:
+    """Start a server, and yield a client that sends requests to it."""
     with contextlib.ExitStack() as stack:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maniple-")))
         for part in ("events", "center"):
@@ -103,15 +106,15 @@ def host() -> Generator[tuple[contextlib.ExitStack, Plan, int, Questions]]:
         address = Address(port=listener.getsockname()[1])
         plan = Plan(48 * MIB, 12, 2, run, segment.path, {"tcp": address})
         server = serve(stack, plan, [listener])
-        questions = Questions(Door(address, TOKEN), who=lambda: (0, 0), count=lambda: (0, 0, False))
+        questions = ControllerClient(Endpoint(address, TOKEN), who=lambda: (0, 0), count=lambda: (0, 0, False))
         stack.callback(questions.close)
         ask(questions, 10)
-        settled_bytes(server)  # it has loaded its kernels
+        settled_bytes(server)  # wait until it has loaded its kernels
         yield stack, plan, server, questions
 
 
 def idle_and_exchanges(count: int) -> dict[str, list[float]]:
-    """The milliseconds of questions to a server with nothing else to do, and to one that moves values."""
+    """Return the latencies in milliseconds at an idle server, and at one that exchanges values."""
     with host() as (stack, plan, _, questions):
         found = {"idle": ask(questions, count)}
         for rank in range(2):
@@ -120,7 +123,7 @@ def idle_and_exchanges(count: int) -> dict[str, list[float]]:
 
 
 def crowded(workers: int, count: int) -> tuple[list[float], float, float]:
-    """The milliseconds of questions beside a crowd, the seconds in which it joined, and its bytes per worker."""
+    """Return the latencies in milliseconds with many workers, the seconds they took to join, and bytes per worker."""
     with host() as (stack, plan, server, questions):
         before_bytes = settled_bytes(server)
         pipes = [begin(stack, crowd, plan.addresses["tcp"], workers // CROWDS) for _ in range(CROWDS)]
@@ -134,10 +137,10 @@ def crowded(workers: int, count: int) -> tuple[list[float], float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=200, help=f"a multiple of {CROWDS}")
-    parser.add_argument("--questions", type=int, default=300, help="per situation and round")
+    parser.add_argument("--questions", type=int, default=300, help="requests per situation and round")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the child processes, as Ctrl-C does
     found: dict[str, list[float]] = {name: [] for name in SITUATIONS}
     joins_s, sizes_bytes = [], []
     for _ in range(options.repeats):

@@ -1,8 +1,8 @@
-"""How fast is an EASGD exchange in shared memory, compared with what the memory allows?
+"""Throughput of an EASGD exchange in shared memory, compared with the memory bandwidth.
 
-One worker exchanges a vector of 4, 40 and 400 MB with a center in /dev/shm, by the same call that training
-uses: locks, versions, the guard against non-finite values. In the same run, in turn with it: a plain copy of the vector
-(memcpy), the bare kernel (compiled, no lock, no guard) on the same pages, and the blockwise NumPy kernel.
+One worker exchanges a vector of 4, 40 and 400 MB with a center in /dev/shm, through the call that training uses, with
+locks, versions and the check for non-finite values. Interleaved with it in the same run: a plain copy of the vector
+(memcpy), the bare kernel (compiled, no lock, no check) on the same pages, and the blockwise NumPy kernel.
 GB/s is bytes of the vector per second.
 
     python benchmarks/exchange.py [--sizes 4 40 400] [--parameters 8]
@@ -17,10 +17,11 @@ import numba
 import numpy as np
 
 from maniple.adapters import adapt
-from maniple.center import Segment, Shared
-from maniple.contracts import Moment
-from maniple.place import shared_memory
-from maniple.rules import EASGD, blocks
+from maniple.center import Segment, SharedCenter
+from maniple.contracts import ExchangeInfo
+from maniple.environment import shared_memory
+from maniple.rules import EASGD
+from maniple.rules.kernels import numpy_kernels as blocks
 from measure import interleave, report
 
 ALPHA = 0.3
@@ -28,7 +29,7 @@ ALPHA = 0.3
 
 @numba.njit
 def bare(x, c, alpha):
-    """The exchange and nothing else: no guard, no lock."""
+    """Exchange without check and lock."""
     for i in range(x.size):
         d = alpha * (x[i] - c[i])
         x[i] -= d
@@ -36,7 +37,7 @@ def bare(x, c, alpha):
 
 
 def measure(megabytes: float, parameters: int, repeats: int) -> dict:
-    """One row: every contestant on vectors of one size, split into so many parameters."""
+    """Measure one row: every contestant on vectors of one size, split into `parameters` parameters."""
     size = int(megabytes * 1e6 / 4)
     rng = np.random.default_rng(1)
     flat = rng.random(size, np.float32)
@@ -46,9 +47,9 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
         segment = Segment.create(shared_memory(), secrets.token_hex(8), Path(run))
         try:
             adapter = adapt(model)
-            center, _ = Shared.open_or_create(segment, "center-0", adapter, rank=0)
+            center, _ = SharedCenter.open_or_create(segment, "center-0", adapter, rank=0)
             segment.mark(0, 1)
-            moment, rule, alpha = Moment(), EASGD(ALPHA), np.float32(ALPHA)
+            moment, rule, alpha = ExchangeInfo(), EASGD(ALPHA), np.float32(ALPHA)
             pairs = [(adapter.array(i), center.array(i)) for i in range(parameters)]
             seconds = interleave(
                 {
@@ -73,8 +74,8 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[4, 40, 400], help="megabytes")
-    parser.add_argument("--parameters", type=int, default=8, help="parameters that the vector is split into")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[4, 40, 400], help="sizes of the vector in MB")
+    parser.add_argument("--parameters", type=int, default=8, help="number of parameters into which the vector is split")
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
     rows = [measure(size, options.parameters, options.repeats) for size in options.sizes]

@@ -1,9 +1,9 @@
-"""How fast does a feed hand batches over, compared with what the memory allows?
+"""Throughput of a feed, compared with the memory bandwidth.
 
-One producer pushes batches to two workers, each a process that takes them and does nothing else: through shared memory,
-and over TCP on loopback. In the same run, in turn with it: the bare copies that no queue can do without, in one process
-and without any queue: in and out of shared memory, through 8 slots in turn (as many as the queue has) and through one.
-The time of a round is from the first push until all is taken. GB/s is bytes of batches per second.
+One producer pushes batches to two workers, which are processes that only take batches: through shared memory, and over
+TCP on loopback. Interleaved with it in the same run: the copies that every queue needs, in one process and without a
+queue, in and out of shared memory, through 8 slots in turn (as many as the queue has) and through one.
+The time of a round is from the first push until all batches are taken. GB/s is bytes of batches per second.
 
     python benchmarks/feed.py [--sizes 0.02 2 20]
 """
@@ -24,13 +24,11 @@ import numpy as np
 
 from maniple.center import Segment
 from maniple.controller import Controller
-from maniple.feed.batch import Batch
-from maniple.feed.batches import Batches
-from maniple.feed.near import NearSink, NearSource
-from maniple.feed.remote import RemoteSink, RemoteSource
-from maniple.feed.ring import STATE, Ring
+from maniple.environment import Environment, shared_memory
+from maniple.feed.local_feed import Batches, LocalConsumer, LocalProducer
+from maniple.feed.remote_feed import RemoteConsumer, RemoteProducer
+from maniple.feed.ring import FeedBatch, Ring
 from maniple.host.server import Server
-from maniple.place import Place, shared_memory
 from measure import report
 
 WORKERS, SLOTS = 2, 8
@@ -50,42 +48,42 @@ def fork(act: Callable[[], None]) -> int:
 
 
 def bare(x: np.ndarray, slots: list[np.ndarray], own: np.ndarray, count: int) -> None:
-    """Copy in and out, and nothing else."""
+    """Copy a batch in and out, without a queue."""
     for i in range(count):
         slot = slots[i % len(slots)]
         np.copyto(slot, x)
         np.copyto(own, slot)
 
 
-def drain(source: NearSource | RemoteSource) -> None:
+def drain(source: LocalConsumer | RemoteConsumer) -> None:
     for _ in Batches("bench", source):
         pass
 
 
-def serve(place: Place, listener: socket.socket) -> None:
-    Server(place, TOKEN, None, Controller()).run([listener])
+def serve(environment: Environment, listener: socket.socket) -> None:
+    Server(environment.replace(token=TOKEN), Controller()).run([listener])
 
 
 class Contest:
     """One feed with its workers, over one transport."""
 
-    def __init__(self, segment: Path, name: str, place: Place | None) -> None:
+    def __init__(self, segment: Path, name: str, environment: Environment | None) -> None:
         def work() -> None:
-            drain(NearSource(segment, name) if place is None else RemoteSource(place, name))
+            drain(LocalConsumer(segment, name) if environment is None else RemoteConsumer(environment, name))
 
         self.pids = [fork(work) for _ in range(WORKERS)]
-        self.sink: NearSink | RemoteSink
-        if place is None:
-            self.sink = NearSink(segment, name, index=0, count=1, number=-1, high_water=SLOTS)
+        self.sink: LocalProducer | RemoteProducer
+        if environment is None:
+            self.sink = LocalProducer(Environment(segment=segment, producer=0), name, SLOTS)
         else:
-            self.sink = RemoteSink(place, name, SLOTS)
+            self.sink = RemoteProducer(environment, name, SLOTS)
         self.ring = Ring(segment, name)
 
     def run(self, x: np.ndarray, count: int) -> None:
-        """Push `count` batches, and wait until they are taken."""
+        """Push `count` batches, and wait until the workers have taken them."""
         for _ in range(count):
-            self.sink.put(Batch.of([x]))
-        while any(self.ring.words[STATE : STATE + SLOTS].tolist()):
+            self.sink.put(FeedBatch.of([x]))
+        while any(self.ring.table.state[:SLOTS].tolist()):
             time.sleep(1e-4)
 
     def close(self) -> None:
@@ -97,7 +95,7 @@ class Contest:
 
 
 def measure(megabytes: float, rounds: int) -> dict:
-    """One row: batches of one size."""
+    """Measure one row: batches of one size."""
     x = np.random.default_rng(1).random(int(megabytes * 1e6 / 4), np.float32)
     count = int(min(1000, max(20, 400 / megabytes)))
     slots = [np.frombuffer(mmap.mmap(-1, x.nbytes), np.float32) for _ in range(SLOTS)]
@@ -108,11 +106,11 @@ def measure(megabytes: float, rounds: int) -> dict:
             (run / part).mkdir()
         segment = Segment.create(shared_memory(), secrets.token_hex(8), run)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = fork(lambda: serve(Place(segment=segment.path, run=run, world=0), listener))
+        server = fork(lambda: serve(Environment(segment=segment.path, run=run, world=0), listener))
         try:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             near = Contest(segment.path, "near", None)
-            far = Contest(segment.path, "far", Place(address=address, token=TOKEN))
+            far = Contest(segment.path, "far", Environment(address=address, token=TOKEN))
             seconds = interleave(
                 {
                     "feed": lambda: near.run(x, count),
@@ -145,7 +143,7 @@ def measure(megabytes: float, rounds: int) -> dict:
 
 
 def interleave(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each contestant in each round, after one to warm up: a ratio is taken within its round."""
+    """Return the seconds of each contestant in each round, after a warm-up; ratios are computed within a round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds + 1):
         for name, act in contestants.items():
@@ -158,7 +156,7 @@ def interleave(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.02, 2, 20], help="megabytes of a batch")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.02, 2, 20], help="sizes of a batch in MB")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
     rows = [measure(size, options.rounds) for size in options.sizes]

@@ -1,7 +1,7 @@
-"""What maniple adds to a script: seconds of import, and peak memory of a worker beside the plain script.
+"""Overhead of maniple in a script: seconds of import, and peak memory of a worker beyond the plain script.
 
-The memory is that of a torch script with a model of 400 MB: gradients, exchanges, a look at the center; pages of the
-shared center count too. The extra is given as multiples of the model.
+The memory is that of a torch script with a model of 400 MB, with gradients, exchanges and `replica.center()`, including
+the pages of the shared center. The overhead is given in multiples of the model.
 
     python benchmarks/footprint.py [--megabytes 400]
 """
@@ -33,13 +33,13 @@ print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def import_seconds(module: str, repeats: int = 15) -> float:
-    """The median over fresh processes."""
+    """Return the median over new processes."""
     commands = [[sys.executable, "-c", IMPORT.format(module)]] * repeats
     return statistics.median(float(subprocess.check_output(command, timeout=60)) for command in commands)
 
 
 def peak_bytes(megabytes: float, *rule: str) -> int:
-    """The peak memory of the script: plain, or as one worker under a rule."""
+    """Return the peak memory of the script: plain, or as one worker under a rule."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "script.py")
         script.write_text(SCRIPT)
@@ -52,7 +52,7 @@ def peak_bytes(megabytes: float, *rule: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=400, help="the model's size")
+    parser.add_argument("--megabytes", type=float, default=400, help="size of the model in MB")
     megabytes = parser.parse_args().megabytes
     rows = [{"import": module, "seconds": import_seconds(module)} for module in ("numpy", "maniple")]
     report("import", "import, median of 15 fresh processes", rows)

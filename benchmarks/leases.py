@@ -1,13 +1,13 @@
-"""What do leases cost? The same loop over a worker's sampler and over a plain permutation, per training step.
+"""Cost of leases per training step: the same loop over a worker's sampler and over a plain permutation.
 
-    bare    a new permutation in each pass, of which each worker takes its part, as any sampler with one shuffle does
+    bare    a new permutation in each pass, of which each worker takes its part, like any sampler with one shuffle
 
-    near    workers that share memory with their host; far: over loopback TCP
-    for     `for index in sampler`, a batch collected by hand; batches: `sampler.batches(size)`
+    local   workers that share memory with their host; remote: over loopback TCP
+    for     `for index in sampler`, with batches collected by hand; batches: `sampler.batches(size)`
 
-Added is the processor time of the training thread, which other programs on the machine disturb little; the wall time
-has what that thread waits for as well. A step trains on nothing, so that no lease is asked for behind it: for a
-worker elsewhere this is the dearest case.
+The added cost is the CPU time of the training thread, which other programs on the machine hardly affect; the wall time
+includes the thread's waits. Steps are empty, so no lease can be requested in the background: for a remote worker this
+is the worst case.
 """
 
 import argparse
@@ -58,9 +58,9 @@ def timed(batches, tell):
         if tell:
             sampler.stepped()
             if steps % 10 == 0:
-                sampler.settled()
+                sampler.committed()
         if steps % 50 == 0:
-            end, until = clocks(), steps  # not what comes after the last step: waiting for others is no cost of leases
+            end, until = clocks(), steps  # waiting for others after the last step is not a cost of leases
     return list((end - begin) / until * 1e6) if steps >= 50 else None
 
 open(f"ready-{worker.rank}", "w").close()
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=15)
     passes = parser.parse_args().passes
     rows = []
-    for where in (near, far):
+    for where in (local, remote):
         for workers in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "train.py").write_text(SCRIPT)
@@ -95,14 +95,14 @@ def main() -> None:
     report("leases", "what leases add to a training step", rows, samples=COUNT, passes=passes)
 
 
-def near(folder: Path, workers: int, script: list[str]) -> None:
-    """Workers that `maniple run` starts."""
+def local(folder: Path, workers: int, script: list[str]) -> None:
+    """Run workers that `maniple run` starts."""
     command = [str(MANIPLE), "run", "-q", "-n", str(workers), "--name", "leases", "--snapshot-every", "0", *script]
     subprocess.run(command, cwd=folder, check=True, timeout=300)
 
 
-def far(folder: Path, workers: int, script: list[str]) -> None:
-    """Workers that join over loopback TCP."""
+def remote(folder: Path, workers: int, script: list[str]) -> None:
+    """Run workers that join over loopback TCP."""
     with hosted(folder) as run:
         address = json.loads((run / "host.json").read_text())["address"]
         command = [str(MANIPLE), "join", "--token-file", str(run / "token"), address, *script]
@@ -113,7 +113,7 @@ def far(folder: Path, workers: int, script: list[str]) -> None:
 
 
 def measured(folder: Path, where: str, workers: int) -> list[dict[str, object]]:
-    """The medians over all passes of all workers."""
+    """Return the medians over all passes of all workers."""
     found = [json.loads(path.read_text()) for path in folder.glob("found-*.json")]
     rows = []
     for loop in found[0]:
@@ -138,7 +138,7 @@ def measured(folder: Path, where: str, workers: int) -> list[dict[str, object]]:
 
 @contextlib.contextmanager
 def hosted(folder: Path):
-    """A host of its own; gives its run folder."""
+    """Start a host, and yield its run folder."""
     host = subprocess.Popen([str(MANIPLE), "serve", "-q", "--name", "leases", "--snapshot-every", "0"], cwd=folder)
     run = folder / "runs" / "leases"
     try:

@@ -1,9 +1,9 @@
-"""Made-up runs: folders as a run leaves them, of any size, for those who measure or test what reads them.
+"""Synthetic run folders of any size, for benchmarks and tests of their readers.
 
     python benchmarks/made_up.py FOLDER [--workers 64] [--events 10000] [--died 3]
 
-Of ten rows of a worker five are `log`, four `exchange` and one `progress`, half a second apart. The same arguments make
-the same run.
+Of ten rows of a worker, five are `log`, four `exchange` and one `progress`, half a second apart. The same arguments
+give the same run.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 T0 = 1_790_000_000.0
-_EVERY_S = 0.5  # from one row `progress` to the next
-_LOGS, _EXCHANGES = 5, 4  # for each of these rows
+_EVERY_S = 0.5  # between two `progress` rows
+_LOGS, _EXCHANGES = 5, 4  # rows per `progress` row
 _BATCH = 32
 
 
 def make_up(
     path: Path, *, workers: int = 64, events: int = 10_000, died: int = 0, rule: str = "easgd", seed: int = 0
 ) -> Path:
-    """Write the folder of a run in which each worker wrote `events` rows, and the last `died` of them were killed."""
+    """Write the folder of a run in which each worker wrote `events` rows and the last `died` workers were killed."""
     (path / "events").mkdir(parents=True)
     asked = {"script": "train.py", "args": ["--lr", "0.1"], "workers": workers, "rule": rule, "seed": seed}
     _write(path / "events/host.jsonl", [_row("start", 0, **asked)])
@@ -74,7 +74,7 @@ def _worker(rank: int, world: int, rounds: int, chance: random.Random) -> list[s
 
 
 def _loss(share: float, world: int) -> float:
-    """After this share of the run: the more workers, the sooner it falls."""
+    """Return the loss after this share of the run; it falls sooner with more workers."""
     return 0.1 + 2.2 * math.exp(-share * min(6, world))
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--events", type=int, default=10_000, help="rows of each worker")
-    parser.add_argument("--died", type=int, default=0, help="how many of them were killed half-way")
+    parser.add_argument("--died", type=int, default=0, help="number of workers that were killed half-way")
     args = parser.parse_args()
     make_up(args.folder, workers=args.workers, events=args.events, died=args.died)
 

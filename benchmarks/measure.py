@@ -1,4 +1,4 @@
-"""Measuring on a noisy machine: interleaved repeats, medians, ratios; a table for people and JSON for programs."""
+"""Measurements on a noisy machine: interleaved repeats, medians and ratios, as a table and as JSON."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleave(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The median seconds of each contestant, all run in turn `repeats` times after one warm-up round."""
+    """Return the median seconds of each contestant; all run in turn `repeats` times after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(repeats + 1):
         for name, act in contestants.items():
@@ -28,7 +28,7 @@ def interleave(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[
 
 
 def wait_for(look: Callable[[], Any]) -> None:
-    """Until it is seen, for at most a minute."""
+    """Wait until the condition holds, for at most a minute."""
     deadline = time.monotonic() + 60
     while not look():
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""How long does it take to draw a large run? `maniple plot` of 64 workers with 10,000 rows each, from start to end.
+"""Duration of `maniple plot`, `compare` and `export` for a large run: 64 workers with 10,000 rows each.
 
     python benchmarks/plot.py [--workers 64] [--events 10000] [--repeats 5]
 
-The run is made up (see made_up.py). Seconds are medians of fresh processes, after one that is not counted; memory is
-the most that one of them ever held.
+The run is synthetic (see made_up.py). Seconds are medians over new processes, after a warm-up; memory is the peak of
+all of them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def timed(words: tuple[str, ...], run: Path, number: int) -> tuple[float, float, float]:
-    """Wall seconds, processor seconds and peak megabytes of one command."""
+    """Return wall seconds, CPU seconds and peak MB of one command."""
     given = [word.replace("RUN", str(run)).replace("NEW", str(number)) for word in words]
     begin = time.perf_counter()
     process = subprocess.Popen([MANIPLE, *given], cwd=run.parent, stdout=subprocess.DEVNULL)

@@ -1,22 +1,23 @@
-"""What does a call of a pool cost, and how near is it to what two processes can do?
+"""Cost of a pool's calls, compared with other pools and with the limit of two processes.
 
-Three tasks, on 2 workers; all contestants are alive at once and take turns, in one run. Figures are medians over the
-rounds, ratios are taken within a round.
+Three tasks on 2 workers; all contestants are alive at once and take turns, in one run. Figures are medians over the
+rounds, ratios are computed within a round.
 
-    empty     a function that does nothing: microseconds from the call to its result
-    gather    100 MB of float32 rows in shuffled order, taken by the workers from memory that all see: GB/s of rows
-    gradient  a CNN (that of speedup.py), 512 of 2048 images in shuffled order: gradient, mean, step; images per second
+    empty     an empty function: microseconds from the call to its result
+    gather    100 MB of float32 rows in shuffled order, read by the workers from shared memory: GB/s of rows
+    gradient  the CNN of speedup.py on 512 of 2048 images in shuffled order: gradient, mean, step; images per second
 
     pool          `pool.function(...)(data, batch=rows)`, `pool.train_function(...)(x, y, batch=rows)`
-    one process   numpy.take in this process, of memory of its own
-    limit         two processes that know nothing of each other, each with 256 images that stay the same
+    one process   numpy.take in this process, from private memory
+    limit         two independent processes, each with 256 images that stay the same
     executor      concurrent.futures.ProcessPoolExecutor: rows, weights and gradients are pickled
-    torch         torch.multiprocessing as DataParallel would use it: sets, weights and gradients in shared memory, the
-                  mean and the step in this process, orders by pipes
-    ray           actors; sets and weights in its object store. Measured after the others, against the pool anew, since
-                  its own processes do not sleep
+    torch         torch.multiprocessing as DataParallel would use it: data, weights and gradients in shared memory, the
+                  mean and the step in this process, requests through pipes
+    ray           actors; data and weights in its object store. Measured against the pool in a separate pass after the
+                  others, because Ray's own processes do not sleep
 
-Every process has one thread and the same settings of the C library's allocator. What is not installed is left out.
+Every process has one thread and the same settings of the C library's allocator. Contestants that are not installed are
+left out.
 
     python benchmarks/pool.py [--rounds 11] [--rows pool executor torch ray]
 """
@@ -38,12 +39,12 @@ from measure import report
 from speedup import ALLOCATOR, build
 
 WORLD, ROW = 2, 3 * 32 * 32
-GATHERED = 100_000_000 // (4 * ROW)  # rows
+GATHERED = 100_000_000 // (4 * ROW)  # number of rows
 BATCH, IMAGES = 512, 2048
-TIMES = {"empty": 200, "gather": 4, "gradient": 2}  # calls in a turn
+TIMES = {"empty": 200, "gather": 4, "gradient": 2}  # calls per turn
 KINDS = ("pool", "one process", "limit", "executor", "torch", "ray")
 SETTINGS = ALLOCATOR | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
-Act = Callable[[np.ndarray], Any]  # of the rows in their order
+Act = Callable[[np.ndarray], Any]  # takes the row numbers in order
 
 
 def make_sets() -> dict[str, np.ndarray]:
@@ -60,11 +61,11 @@ def halves(rows: np.ndarray) -> list[np.ndarray]:
 
 
 def nothing() -> None:
-    """The empty task."""
+    """Do nothing."""
 
 
 class Model:
-    """A model in one process."""
+    """A model and its optimizer in one process."""
 
     def __init__(self) -> None:
         import torch
@@ -79,7 +80,7 @@ class Model:
         return [p.grad for p in self.module.parameters()]
 
     def step(self, each: list[list[Any]]) -> None:
-        """Make the step by the mean of several gradients."""
+        """Step with the mean of several gradients."""
         import torch
 
         for p, parts in zip(self.module.parameters(), zip(*each, strict=True), strict=True):
@@ -130,7 +131,7 @@ def executor_gradients(weights: list[np.ndarray], x: np.ndarray, y: np.ndarray) 
     import torch
 
     model = vars(executor_gradients).setdefault("model", None) or Model()
-    executor_gradients.model = model  # of this process, for the next call
+    executor_gradients.model = model  # kept in this process for the next call
     model.weights = weights
     return [g.numpy() for g in model.gradients(torch.from_numpy(x), torch.from_numpy(y))]
 
@@ -157,7 +158,7 @@ def open_executor(sets: dict[str, np.ndarray], stack: contextlib.ExitStack) -> d
 
 
 def torch_worker(link: Any, core: int, sets: dict[str, Any], weights: list[Any], gradients: list[Any]) -> None:
-    """Does what it is told: with sets, weights and gradients in shared memory."""
+    """Run a worker of torch.multiprocessing: data, weights and gradients are in shared memory."""
     import torch
 
     os.sched_setaffinity(0, {core})
@@ -225,7 +226,7 @@ def open_limit(sets: dict[str, np.ndarray], stack: contextlib.ExitStack) -> dict
 
 
 class Actor:
-    """An actor of Ray."""
+    """A Ray actor."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         import torch
@@ -280,8 +281,8 @@ OPEN = {
 
 
 def turn(acts: dict[str, Act], task: str, random: np.random.Generator) -> float:
-    """Seconds of a call; of an empty one the median."""
-    if task == "gradient" and "alone" in acts:  # each at its own speed
+    """Return the seconds of a call; for the empty task, the median."""
+    if task == "gradient" and "alone" in acts:  # independent processes, each at its own speed
         return statistics.harmonic_mean(acts["alone"](np.array([TIMES[task]]))) / TIMES[task]
     seconds: list[float] = []
     for _ in range(TIMES[task]):
@@ -294,7 +295,7 @@ def turn(acts: dict[str, Act], task: str, random: np.random.Generator) -> float:
 
 
 def measure(kinds: list[str], sets: dict[str, np.ndarray], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a call by task and contestant, one for each round."""
+    """Return the seconds of a call by task and contestant, for each round."""
     random = np.random.default_rng(2)
     with contextlib.ExitStack() as stack:
         acts = {kind: OPEN[kind](sets, stack) for kind in kinds}
@@ -305,13 +306,13 @@ def measure(kinds: list[str], sets: dict[str, np.ndarray], rounds: int) -> dict[
             for round_ in range(rounds + 1):
                 for kind in those[:: 1 if round_ % 2 else -1]:
                     seconds = turn(acts[kind], task, random)
-                    if round_:  # the first one is to warm up
+                    if round_:  # the first round is a warm-up
                         found[task][kind].append(seconds)
     return found
 
 
 def table(found: dict[str, dict[str, list[float]]], kinds: list[str]) -> list[dict[str, Any]]:
-    """A row for each contestant: medians, and how much the pool is faster."""
+    """Return a row for each contestant: medians, and the speed of the pool relative to it."""
     scale = {"empty": ("empty, us", lambda s: s * 1e6), "gather": ("gather, GB/s", lambda s: GATHERED * ROW * 4e-9 / s)}
     scale["gradient"] = ("gradient, images/s", lambda s: BATCH / s)
     rows: list[dict[str, Any]] = []
@@ -329,7 +330,7 @@ def table(found: dict[str, dict[str, list[float]]], kinds: list[str]) -> list[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="the contestants")
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS, help="contestants")
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SETTINGS)

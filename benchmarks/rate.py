@@ -1,10 +1,10 @@
-"""Does a rate limit hold over the wire? Three workers at one host for a minute, each behind a slow line of its own.
+"""Check that a rate limit holds over a network: three workers at one host for a minute, each over a slow link.
 
-    limit     RateLimit(0.25) on a line where an exchange takes about a quarter of a second
-    slower    the same on a line of half the speed: half as many exchanges
-    traffic   RateLimit(bytes_per_s=...) on the first line
+    limit     RateLimit(0.25) on a link where an exchange takes about a quarter of a second
+    slower    the same on a link of half the speed: half as many exchanges
+    traffic   RateLimit(bytes_per_s=...) on the first link
 
-The share is the time spent in exchanges over the time since the first step, looked at after every exchange.
+The share is the time spent in exchanges divided by the time since the first step, computed after every exchange.
 """
 
 import argparse
@@ -17,16 +17,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from maniple.record import read_events
 from measure import report, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.process.proxy import Proxy  # noqa: E402 - found by the line above
-
-from maniple.record import read_events  # noqa: E402
+from tests.process.proxy import Proxy  # noqa: E402 - needs the path above
 
 MANIPLE = Path(sys.executable).with_name("maniple")
-SPEED = 8e6  # bytes/s of the first line, both ways together
+SPEED = 8e6  # bytes/s of the first link, both directions together
 BYTES_PER_S = 500_000
 SCRIPT = """
 import sys, time
@@ -69,12 +68,12 @@ def main() -> None:
 
 
 def measured(run: Path, rank: int, name: str, seconds: float) -> dict[str, object]:
-    """What one worker's own rows tell."""
+    """Compute the figures of one worker from its rows."""
     rows = read_events(run / "events" / f"worker-{rank}.jsonl")
     begin = next(row["timestamp"] for row in rows if row["event"] == "share")
     exchanges = [row for row in rows if row["event"] == "exchange" and row["start"] < begin + seconds]
     spent, worst = 0.0, 0.0
-    weights = [1 + row.get("skipped", 0) for row in exchanges]  # of many, not each has a row
+    weights = [1 + row.get("skipped", 0) for row in exchanges]  # rows of many exchanges are thinned
     for row, weight in zip(exchanges, weights, strict=True):
         spent += weight * row["duration"]
         worst = max(worst, (spent - 0.25 * (row["end"] - begin)) / row["duration"])
@@ -91,7 +90,7 @@ def measured(run: Path, rank: int, name: str, seconds: float) -> dict[str, objec
 
 @contextlib.contextmanager
 def hosted(folder: Path):
-    """A host of its own; gives its run folder."""
+    """Start a host, and yield its run folder."""
     host = subprocess.Popen([str(MANIPLE), "serve", "-q", "--name", "rate", "--snapshot-every", "0"], cwd=folder)
     run = folder / "runs" / "rate"
     try:

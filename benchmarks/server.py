@@ -1,11 +1,11 @@
-"""How fast is an exchange through a server, compared with what the loopback network allows, with Ray, with gloo?
+"""Throughput of an exchange through a server, compared with a loopback echo, with Ray and with gloo.
 
 Models of 4, 40 and 400 MiB (float32, parameters of 1 Mi elements = 4 MiB each; the 4 MiB model has 4 of 1 MiB), and
-1, 2 and 4 workers, each a process of its own. In a round every worker exchanges once; all rows take their rounds in
-turn, in one run. GB/s is bytes of the vector times workers per second of a round, from the starting signal, through
-a pipe, to the last worker's "done". An exchange moves the vector twice per worker, an all_reduce among n workers only
-2 (n - 1) / n times. The server's memory is that of its process without its libraries, over what it had before the
-first worker came. Ray is no requirement of this project: without it its row is empty.
+1, 2 and 4 workers, each a separate process. In a round every worker exchanges once; the rounds of all rows are
+interleaved, in one run. GB/s is bytes of the vector times workers per second of a round, from the starting signal
+through a pipe to the last worker's "done". An exchange moves the vector twice per worker, an all_reduce among n workers
+only 2 (n - 1) / n times. The server's memory is the growth of its process since before the first worker, without its
+libraries. Ray is not a dependency of this project: without it, its row is empty.
 
     python benchmarks/server.py [--sizes 4 40 400] [--workers 1 2 4] [--rows tcp unix shared echo ray gloo]
 """
@@ -36,19 +36,20 @@ from typing import Any
 import numpy as np
 
 from maniple.adapters import adapt
-from maniple.center import Segment, Shared
-from maniple.center.link import Door, Link
-from maniple.center.segment import LIVE
-from maniple.center.tcp import Tcp
-from maniple.contracts import Moment
-from maniple.place import Place, environment, shared_memory
+from maniple.center import Segment, SharedCenter
+from maniple.center.tcp_client import TcpCenter
+from maniple.connection.link import Endpoint, Link
+from maniple.connection.retry import retry_until
+from maniple.contracts import ExchangeInfo
+from maniple.environment import Environment, shared_memory, variables_for
+from maniple.memory.segment import LIVE
 from maniple.rules import EASGD
 from maniple.wire.address import Address
 from measure import interleave, report
 
 ALPHA = 0.5
 MIB = 1 << 20
-DEADLINE_S = 120.0  # of every wait
+DEADLINE_S = 120.0  # for every wait
 TOKEN = "token of a benchmark"
 ROWS = {
     "tcp": "ours over loopback TCP: EASGD exchange with a server process",
@@ -66,7 +67,7 @@ Act = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the processes of one table need to know."""
+    """The settings that all processes of one table share."""
 
     size_bytes: int
     parameters: int
@@ -77,11 +78,11 @@ class Plan:
 
 
 def work(pipe: Any, rank: int, rows: list[str], plan: Plan) -> None:
-    """A worker's process: prepares its rows, then does one exchange for each name that comes through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    """Run a worker: prepare its rows, then make one exchange for each name received through the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     flat = np.random.default_rng(rank).uniform(1, 2, plan.size_bytes // 4).astype(np.float32)
     acts = {row: {"echo": echo_act, "gloo": gloo_act}.get(row, our_act)(plan, row, rank, flat) for row in rows}
-    with contextlib.suppress(EOFError):  # the parent is gone
+    with contextlib.suppress(EOFError):  # the parent has exited
         while pipe.poll(DEADLINE_S):
             acts[pipe.recv()]()
             pipe.send("done")
@@ -89,18 +90,18 @@ def work(pipe: Any, rank: int, rows: list[str], plan: Plan) -> None:
 
 
 def our_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
-    """An exchange with the center, by the same call that training uses."""
+    """Prepare an exchange with the center, through the call that training uses."""
     model = adapt({f"p{i}": part for i, part in enumerate(np.split(flat, plan.parameters))})
-    if row == "shared":  # a center of its own, so that the server's pages stay the server's
-        center, _ = Shared.open_or_create(Segment(plan.segment), "center-1", model, rank=rank)
+    if row == "shared":  # a separate center, so that the server's pages are not shared
+        center, _ = SharedCenter.open_or_create(Segment(plan.segment), "center-1", model, rank=rank)
     else:
-        link = Link(Door(plan.addresses[row], TOKEN), "data")
-        center, _ = Tcp.open_or_create(link, "center-0", model, rank=rank, deadline_s=DEADLINE_S)
-    return lambda: center.exchange(model, EASGD(ALPHA), None, Moment(live=plan.workers))
+        link = Link(Endpoint(plan.addresses[row], TOKEN), "data")
+        center, _ = TcpCenter.open_or_create(link, "center-0", model, rank=rank, deadline_s=DEADLINE_S)
+    return lambda: center.exchange(model, EASGD(ALPHA), None, ExchangeInfo(live=plan.workers))
 
 
 def echo_act(plan: Plan, row: str, _rank: int, flat: np.ndarray) -> Act:
-    """The same bytes to an echo and back, both ways at once; no frame, no lock, no arithmetic."""
+    """Prepare a duplex echo of the same bytes, without frames, locks and arithmetic."""
     link = bounded(plan.addresses[row].connect(DEADLINE_S))
     whole = memoryview(flat).cast("B")
     pieces = [whole[start : start + MIB] for start in range(0, whole.nbytes, MIB)]
@@ -117,7 +118,7 @@ def echo_act(plan: Plan, row: str, _rank: int, flat: np.ndarray) -> Act:
 
 
 def echo(listener: socket.socket) -> None:
-    """Send back what comes through one connection, until it ends."""
+    """Echo the bytes of one connection until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener.settimeout(DEADLINE_S)
     link = bounded(listener.accept()[0])
@@ -128,7 +129,7 @@ def echo(listener: socket.socket) -> None:
 
 
 def bounded(link: socket.socket) -> socket.socket:
-    """The connection with the kernel's own deadline: Python's would cost a further system call each time."""
+    """Set the socket's timeout in the kernel: Python's would cost another system call each time."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -137,7 +138,7 @@ def bounded(link: socket.socket) -> socket.socket:
 
 
 def gloo_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
-    """An all_reduce of a vector of that size. Of zeros: any number of sums of them stays finite."""
+    """Prepare an all_reduce of a vector of zeros, whose repeated sums stay finite."""
     import torch.distributed
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -149,9 +150,9 @@ def gloo_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
 
 @contextlib.contextmanager
 def ray_act(plan: Plan) -> Generator[Act]:
-    """A round of Ray, with the center and each worker as an actor."""
+    """Prepare a round of Ray, with the center and each worker as an actor."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on every address, whatever it is told
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # otherwise Ray listens on every address
     import numba
     import ray
 
@@ -167,7 +168,7 @@ def ray_act(plan: Plan) -> Generator[Act]:
             self.c, self.new_x = np.ones(size, np.float32), np.ones(size, np.float32)
 
         def exchange(self, x: np.ndarray) -> np.ndarray:
-            elastic(x, self.c, self.new_x)  # x lies in the object store, and cannot be written
+            elastic(x, self.c, self.new_x)  # x is in the object store, which is read-only
             return self.new_x
 
     class Worker:
@@ -179,12 +180,12 @@ def ray_act(plan: Plan) -> Generator[Act]:
 
     options: Any = {"object_store_memory": 4 * plan.workers * plan.size_bytes + 200 * MIB, "log_to_driver": False}
     options |= {"_node_ip_address": "127.0.0.1", "_temp_dir": str(plan.run / "ray"), "logging_level": "error"}
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what Ray leaves behind becomes a child of this process
-    resource_tracker.ensure_running()  # of multiprocessing: it is to stay
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: Ray's orphans become children of this process
+    resource_tracker.ensure_running()  # of multiprocessing; must not be killed with Ray's orphans
     before = set((children := Path(f"/proc/self/task/{os.getpid()}/children")).read_text().split())
     try:
         ray.init(num_cpus=plan.workers + 1, include_dashboard=False, **options)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's handler, which aborts
         center = ray.remote(Center).remote(plan.size_bytes // 4)
         workers = [ray.remote(Worker).remote(plan.size_bytes // 4, center) for _ in range(plan.workers)]
         yield lambda: ray.get([worker.exchange.remote() for worker in workers], timeout=DEADLINE_S)
@@ -197,7 +198,7 @@ def ray_act(plan: Plan) -> Generator[Act]:
 
 
 def measure(mebibytes: int, workers: int, rows: list[str], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """The GB/s of each row, and the server's memory."""
+    """Return the GB/s of each row, and the server's memory."""
     with contextlib.ExitStack() as stack:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maniple-", ignore_cleanup_errors=True)))
         (run / "events").mkdir()
@@ -215,12 +216,12 @@ def measure(mebibytes: int, workers: int, rows: list[str], repeats: int) -> tupl
         for _ in range(workers if "echo" in rows else 0):
             start(stack, echo, listeners["echo"])
         pipes: list[Any] = []
-        for rank in range(max(2, workers) if "gloo" in rows else workers):  # one worker alone reduces with a host
+        for rank in range(max(2, workers) if "gloo" in rows else workers):  # one worker reduces with a host
             own = [row for row in rows if row != "ray" and (row == "gloo" or rank < workers)]
             pipe, far = PROCESSES.Pipe()
             pipes.append(stack.enter_context(pipe))
             start(stack, work, far, rank, own, plan)
-            far.close()  # so that the worker's death is noticed
+            far.close()  # so that the worker's death closes the pipe
         acts = {row: lambda row=row: tell(pipes if row == "gloo" else pipes[:workers], row) for row in rows} | acts
         seconds = interleave(acts, repeats)
         grown_bytes = settled_bytes(server) - before_bytes
@@ -232,14 +233,15 @@ def measure(mebibytes: int, workers: int, rows: list[str], repeats: int) -> tupl
 
 
 def serve(stack: contextlib.ExitStack, plan: Plan, listeners: list[socket.socket]) -> int:
-    """Start the server's process, as the launcher does; gives its id once it serves."""
-    env = os.environ | environment(Place(segment=plan.segment, run=plan.run, world=0, token=TOKEN))
+    """Start the server's process as the launcher does, and return its pid once it serves."""
+    env = os.environ | variables_for(Environment(segment=plan.segment, run=plan.run, world=0, token=TOKEN))
     numbers = [one.fileno() for one in listeners]
-    command = [sys.executable, "-m", "maniple.controller", *map(str, numbers)]
+    command = [sys.executable, "-m", "maniple.host", *map(str, numbers)]
     process = subprocess.Popen(command, env=env, pass_fds=numbers)
     stack.callback(process.wait, DEADLINE_S)
-    stack.callback(process.kill)  # what was pushed last is called first
-    Link(Door(plan.addresses["tcp"], TOKEN), "data").wait(time.monotonic() + DEADLINE_S).close()
+    stack.callback(process.kill)  # callbacks run in reverse order
+    link = Link(Endpoint(plan.addresses["tcp"], TOKEN), "data")
+    retry_until(link, link.stream, DEADLINE_S).close()
     return process.pid
 
 
@@ -252,7 +254,7 @@ def start(stack: contextlib.ExitStack, act: Callable[..., None], *arguments: Any
 
 
 def tell(pipes: list[Any], row: str) -> None:
-    """One round: all workers exchange once, the first time after they have prepared. EOFError if one has died."""
+    """Run one round: all workers exchange once; the first time, they prepare before. EOFError if one has died."""
     for pipe in pipes:
         pipe.send(row)
     for rank, pipe in enumerate(pipes):
@@ -262,8 +264,8 @@ def tell(pipes: list[Any], row: str) -> None:
 
 
 def settled_bytes(pid: int) -> int:
-    """Memory of a process, without its libraries, which others map too, once it has not changed for a second."""
-    deadline, before, now = time.monotonic() + DEADLINE_S, -1, 0  # a server loads its kernels while it serves
+    """Return the memory of a process without its shared libraries, once it has been stable for a second."""
+    deadline, before, now = time.monotonic() + DEADLINE_S, -1, 0  # a server loads its kernels in the background
     while now != before and time.monotonic() < deadline:
         time.sleep(1 if now else 0)
         lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
@@ -273,16 +275,16 @@ def settled_bytes(pid: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 40, 400], help="MiB, multiples of 4")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 40, 400], help="model sizes in MiB, multiples of 4")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the child processes, as Ctrl-C does
     missing = {row: f"{need} is not installed" for row, need in NEEDS.items() if not importlib.util.find_spec(need)}
     ratios, memories = [], []
     for mebibytes, workers in itertools.product(options.sizes, options.workers):
-        asked = [row for row in options.rows if row != "unix" or workers == 1]  # one worker tells enough
+        asked = [row for row in options.rows if row != "unix" or workers == 1]  # one worker is enough for this row
         speed, memory = measure(mebibytes, workers, [row for row in asked if row not in missing], options.repeats)
         what = ROWS | ({"gloo": ROWS["gloo"] + ": one and a host"} if workers == 1 else {}) | missing
         pairs = {(a, b): speed[a] / speed[b] for a in speed for b in speed}

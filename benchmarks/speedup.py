@@ -1,11 +1,11 @@
 """Platoon's table: the plain script, 1 worker, 2 workers, and 2 unsynchronised processes as the limit.
 
 For an MLP, an LSTM and a small CNN in PyTorch, with one thread per process and an exchange every 10 steps. All
-contestants are alive at once and take turns of a second, many times over, so that the machine's moods meet each of
-them; then all are started anew, several times, since equal processes differ by luck. What counts is the median of
-the ratios within a round. Every process gets the same settings of the C library's allocator (MALLOC_...): with the
-default ones, some give the memory of each step back to the system and some do not, and equal processes of the CNN
-differ by up to 45 %.
+contestants are alive at once and take many turns of a second, so that noise of the machine affects all of them. This is
+repeated with new processes, because identical processes differ by chance. The result is the median of the ratios within
+a round. Every process has the same settings of the C library's allocator (MALLOC_...): with the defaults, some
+processes return the memory of each step to the system and some do not, and identical processes of the CNN differ by up
+to 45 %.
 
     python benchmarks/speedup.py [--models mlp lstm cnn] [--casts 5] [--rounds 6] [--turn 1.0]
 """
@@ -27,7 +27,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def build(name: str):
-    """A model, its batch and its loss; sizes as in Platoon's and the DDP literature's small examples."""
+    """Return a model, its batch and its loss; sizes as in the small examples of Platoon and of the DDP literature."""
     import torch
     from torch import nn
 
@@ -60,7 +60,7 @@ def build(name: str):
 
 
 def worker(name: str, address: str, *, is_shared: bool) -> None:
-    """Train in turns: for each line 'SECONDS' from the socket, answer the steps made and the seconds taken."""
+    """Train in turns: for each line 'SECONDS' from the socket, answer with the steps made and the seconds taken."""
     import torch
 
     import maniple
@@ -101,14 +101,14 @@ class Contestant:
             self._processes = [subprocess.Popen(command, env=env)]
         else:
             self._processes = [subprocess.Popen([sys.executable, *script], env=env) for _ in range(count)]
-            if count == 2:  # the limit has cores of its own, as the launcher gives its workers
+            if count == 2:  # bind cores for the limit, as the launcher does for its workers
                 for process, core in zip(self._processes, CORES, strict=False):
                     os.sched_setaffinity(process.pid, {core})
         self._links = [self._server.accept()[0] for _ in range(count)]
         self._files = [link.makefile("r") for link in self._links]
 
     def turn(self, seconds: float) -> float:
-        """Steps per second, all processes together."""
+        """Return the steps per second of all processes together."""
         for link in self._links:
             link.sendall(f"{seconds}\n".encode())
         answers = [json.loads(file.readline()) for file in self._files]
@@ -143,7 +143,7 @@ def play(model: str, rounds: int, turn_s: float, rates: dict[str, list[float]]) 
 
 
 def measure(model: str, casts: int, rounds: int, turn_s: float) -> dict:
-    """One row: rates in steps per second, and the ratios that matter, each the median over all rounds."""
+    """Measure one row: rates in steps per second, and ratios, each the median over all rounds."""
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(casts):
         play(model, rounds, turn_s, rates)
@@ -164,9 +164,9 @@ def measure(model: str, casts: int, rounds: int, turn_s: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--casts", type=int, default=5, help="how often all processes are started anew")
+    parser.add_argument("--casts", type=int, default=5, help="number of casts, each with new processes")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant per cast")
-    parser.add_argument("--turn", type=float, default=1.0, help="seconds of a turn")
+    parser.add_argument("--turn", type=float, default=1.0, help="length of a turn in seconds")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ADDRESS"), help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,18 +1,18 @@
-"""How should a process wait for others in shared memory: awake, by turns with others on its core, or asleep?
+"""Ways to wait at a barrier in shared memory: spinning, yielding, or sleeping on a futex.
 
-Processes meet again and again: each counts its own row up and waits until all rows have come as far. They differ in
-nothing but the wait:
+Processes repeat a barrier: each increments its own row and waits until all rows have the same count. The contestants
+differ only in the wait:
 
-    awake    look again and again
-    yield    look again and again, and let others on this core go first (sched_yield)
-    asleep   sleep at once, until the kernel's futex wakes them
-    bell     ours (maniple.bell): awake with sched_yield for up to a millisecond, then asleep
-    bell 5   the same with 5 milliseconds, as workers of a circle wait that have a core each
+    awake    spin
+    yield    spin with sched_yield, so that other processes on this core run first
+    asleep   sleep at once on a futex
+    bell     ours (maniple.memory.locks): spin with sched_yield for up to 1 ms, then sleep
+    bell 5   the same with 5 ms, as in collectives with a core for each worker
 
-Case by case: two processes without any work; two, of which one works 5 ms and the other has come before it; twice as
-many as there are cores, each with 1 ms of work. Each way takes its turn in each round; medians. `over` is the time of a
-meeting beyond the work, in microseconds; `busy` is the share of a core that the first process, which comes early in the
-second case, uses while it is there.
+The cases are: two processes without any work; two processes, of which one works 5 ms and the other waits for it; twice
+as many processes as cores, each with 1 ms of work. Each contestant takes its turn in each round; figures are medians.
+`over` is the time of a barrier beyond the work, in microseconds; `busy` is the share of a core that the first process,
+which arrives early in the second case, uses.
 
     python benchmarks/waiting.py [--rounds 9]
 """
@@ -27,15 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from maniple.bell import Bell
+from maniple.memory.locks import Futex
 from measure import report
 
 CORES = len(os.sched_getaffinity(0))
-PATIENCE_S = 0.2  # of a sleep; a ring that is lost costs so much
-DEADLINE_S = 60  # after which the kernel ends a process whose others do not come
+PATIENCE_S = 0.2  # maximum sleep; the cost of a lost wake-up
+DEADLINE_S = 60  # then the kernel ends a process that is stuck at a barrier
 WAYS = ("awake", "yield", "asleep", "bell", "bell 5")
 AWAKE_S = {"asleep": 0.0, "bell": 1e-3, "bell 5": 5e-3}
-CASES: list[tuple[str, list[float], int]] = [  # milliseconds of work of each process, and how often they meet
+CASES: list[tuple[str, list[float], int]] = [  # milliseconds of work of each process, number of barriers
     ("2, no work", [0, 0], 2000),
     ("2, one works 5 ms", [0, 5], 60),
     (f"{2 * CORES} on {CORES} cores, 1 ms each", [1] * (2 * CORES), 150),
@@ -43,12 +43,12 @@ CASES: list[tuple[str, list[float], int]] = [  # milliseconds of work of each pr
 
 
 class Meeting:
-    """Rows of counts and a bell, in memory that forked processes share."""
+    """Rows of counters and a futex, in memory that forked processes share."""
 
     def __init__(self, way: str, count: int) -> None:
         self._memory = mmap.mmap(-1, 4096)
         self.rows = np.frombuffer(self._memory, np.int64)[8 : 8 + count]
-        self._bell, self._way = Bell(self._memory, 0), way
+        self._bell, self._way = Futex(self._memory, 0), way
 
     def come(self, rank: int, k: int) -> None:
         self.rows[rank] = k
@@ -67,7 +67,7 @@ class Meeting:
 
 
 def attend(meeting: Meeting, rank: int, work_ms: float, times: int) -> tuple[float, float]:
-    """Meet so many times; the seconds that it took, and those of the processor."""
+    """Pass the barrier repeatedly; return the wall seconds and the CPU seconds."""
     if rank < CORES == len(meeting.rows):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     meeting.come(rank, 1)
@@ -79,14 +79,14 @@ def attend(meeting: Meeting, rank: int, work_ms: float, times: int) -> tuple[flo
 
 
 def work(seconds: float) -> None:
-    """Keep a core busy for so many seconds of its time."""
+    """Use this many seconds of CPU time."""
     end = time.process_time() + seconds
     while seconds and time.process_time() < end:
         pass
 
 
 def play(way: str, works: list[float], times: int) -> tuple[float, float]:
-    """Seconds per meeting, and the share of a core that rank 0 has used."""
+    """Return the seconds per barrier, and the share of a core that rank 0 has used."""
     meeting, results = Meeting(way, len(works)), np.frombuffer(mmap.mmap(-1, 4096))
     pids: list[int] = []
     for rank, work_ms in enumerate(works):
@@ -102,7 +102,7 @@ def play(way: str, works: list[float], times: int) -> tuple[float, float]:
 
 
 def measure(case: str, works: list[float], times: int, rounds: int) -> dict[str, Any]:
-    """One row: all ways in turn."""
+    """Measure one row: all contestants in turn."""
     least = max(*works, sum(works) / CORES) / 1e3
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):

@@ -1,10 +1,10 @@
-"""What does it cost to be watched, and how soon is the page of a large run there?
+"""Cost of a viewer for training, and time to the first content of the page for a large run.
 
-cost    two workers train; in turn for some seconds nobody looks, or a viewer follows the page's news. Samples per
-        second of both, in one run: medians and their ratio. The viewer reads what a browser reads; what a browser
-        spends for drawing is spent on the viewer's machine
-page    the record of 64 workers with 10,000 rows each: seconds until everything that the page shows first is there,
-        its size, and the peak of memory
+cost    two workers train, in alternating turns with and without a viewer that follows the page's updates. Samples per
+        second of both, in one run: medians and their ratio. The viewer reads what a browser reads; a browser draws on
+        the viewer's machine
+page    the record of 64 workers with 10,000 rows each: seconds until the page has its first complete content, its
+        size, and the peak memory
 """
 
 import argparse
@@ -45,8 +45,8 @@ while not worker.should_stop:
 def main() -> None:
     """Print the tables and write them to results/watch_cost.json and results/watch_page.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
-    parser.add_argument("--turns", type=int, default=12, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a turn in seconds")
+    parser.add_argument("--turns", type=int, default=12, help="number of turns of each kind")
     parser.add_argument("--only", choices=["cost", "page"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def cost(folder: Path, seconds: float, turns: int) -> list[dict[str, object]]:
-    """Samples per second of two workers, watched and not in turn, and what the page's process used."""
+    """Return the samples per second of two workers, with and without a viewer, and the page's CPU use."""
     (folder / "train.py").write_text(SCRIPT)
     command = [str(MANIPLE), "run", "-n", "2", "--web", "--name", "cost", "--snapshot-every", "0", "train.py"]
     events, log = folder / "runs/cost/events", folder / "printed"
@@ -95,23 +95,23 @@ def cost(folder: Path, seconds: float, turns: int) -> list[dict[str, object]]:
 
 
 def page_pid(launcher: int) -> int:
-    """The process that serves the page of a run."""
+    """Return the pid of the process that serves the page of a run."""
     tasks = Path(f"/proc/{launcher}/task").iterdir()
     pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     return next(pid for pid in pids if b"maniple.watch" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def cpu_s(pid: int) -> float:
-    """The seconds of processors that a process has used."""
+    """Return the CPU seconds that a process has used."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measured(events: Path, seconds: float, page: int, address: str | None) -> tuple[float, float]:
-    """Samples per second of both workers together, and the cores that the page's process kept busy."""
+    """Return the samples per second of both workers together, and the cores that the page's process used."""
     viewer = None if address is None else subprocess.Popen([sys.executable, "-c", VIEWER, address])
     try:
-        time.sleep(1.5)  # the viewer begins, and is told everything first
+        time.sleep(1.5)  # the viewer starts, and first receives the complete content
         before, begin, used = [newest(events, rank) for rank in range(2)], time.monotonic(), cpu_s(page)
         time.sleep(seconds)
         cores = (cpu_s(page) - used) / (time.monotonic() - begin)
@@ -128,7 +128,7 @@ VIEWER = """
 import os, sys, urllib.request
 os.nice(19)
 address, _, token = sys.argv[1].partition("/?token=")
-request = urllib.request.Request(address + "/news", headers={"Authorization": "Bearer " + token})
+request = urllib.request.Request(address + "/updates", headers={"Authorization": "Bearer " + token})
 with urllib.request.urlopen(request) as news:
     while news.readline():
         pass
@@ -136,7 +136,7 @@ with urllib.request.urlopen(request) as news:
 
 
 def newest(events: Path, rank: int) -> dict[str, float] | None:
-    """The newest row `progress` of a worker."""
+    """Return the newest `progress` row of a worker."""
     path = events / f"worker-{rank}.jsonl"
     if not path.exists():
         return None
@@ -147,15 +147,15 @@ def newest(events: Path, rank: int) -> dict[str, float] | None:
 
 
 def first_news(run: Path) -> dict[str, object]:
-    """How long the first news take, in a process that has done nothing else, and how large they are."""
+    """Return the duration of the first update in a new process, and its size."""
     code = (
         "import sys, time, resource\n"
-        "from maniple.story import Story\nfrom maniple.record import Folder\nfrom pathlib import Path\n"
-        "from maniple.watch.news import News\n"
+        "from maniple.monitor import RunState\nfrom maniple.record import RunFolder\nfrom pathlib import Path\n"
+        "from maniple.watch.updates import Updates\n"
         "idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "begin, cpu = time.perf_counter(), time.process_time()\n"
-        "story = Story(Folder(Path(sys.argv[1])))\nstory.refresh()\nread = time.perf_counter()\n"
-        "news = News().tell(story, {})\nend = time.perf_counter()\n"
+        "story = RunState(RunFolder(Path(sys.argv[1])))\nstory.refresh()\nread = time.perf_counter()\n"
+        "news = Updates().next(story, {})\nend = time.perf_counter()\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "print(read - begin, end - read, time.process_time() - cpu, len(news), idle, peak)"
     )
@@ -178,7 +178,7 @@ def first_news(run: Path) -> dict[str, object]:
 
 
 def write_record(run: Path, workers: int = WORKERS, rows: int = ROWS, begin: float | None = None) -> None:
-    """Make up the record of a run: workers of unequal speed, of which one dies and comes back."""
+    """Write the record of a synthetic run: workers of unequal speed, of which one dies and comes back."""
     (run / "events").mkdir(parents=True)
     begin = time.time() - rows / 4 if begin is None else begin
     about = {
@@ -199,7 +199,7 @@ def write_record(run: Path, workers: int = WORKERS, rows: int = ROWS, begin: flo
 
 
 def worker_rows(rank: int, rows: int, begin: float):
-    """What one worker writes: of four rows two are exchanges, one is logged, one tells its progress."""
+    """Yield the rows of one worker: of four rows, two are exchanges, one is a log, one is progress."""
     chance = random.Random(rank)
     speed, spent, waited = chance.uniform(0.7, 1.3), 0.0, 0.0
     head = {"worker": rank, "node": f"node-{rank // 8:02}"}

@@ -1,11 +1,11 @@
-"""Which character comes next? A small transformer that reads Python: the same script for every rule.
+"""A small transformer predicts the next character of Python source code. The same script runs under every rule.
 
     python examples/char_transformer.py                                   # alone, on the standard library's sources
     maniple run -n 2 examples/char_transformer.py --characters 2000000 --epochs 3
     maniple run -n 2 --rule downpour --every 1 examples/char_transformer.py --text shakespeare.txt
 
-The text is cut into pieces of --context characters; the last tenth of them is kept for the test. The result is in bits
-per character, beside what one gets by knowing nothing but how frequent each character is.
+The text is split into rows of --context characters; the last tenth of them is the test set. The result is in bits per
+character, next to the entropy of the character frequencies alone.
 """
 
 import argparse
@@ -19,24 +19,24 @@ from torch.utils.data import DataLoader
 
 import maniple
 
-CHARACTERS = 128  # those of ASCII; all others are read as "?"
+CHARACTERS = 128  # ASCII; all other characters are replaced by "?"
 
 
 def standard_library() -> str:
-    """The sources that come with every Python, in the order of their names."""
+    """Return the concatenated sources of the standard library, sorted by name."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sources)
 
 
 def cut(text: str, context: int) -> tuple[Tensor, Tensor]:
-    """The text as rows of `context` characters and the one after each: nine tenths to train on, a tenth to test."""
+    """Split the text into rows of `context` + 1 characters: nine tenths for training, one tenth for the test."""
     codes = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8).long()
     rows = codes.unfold(0, context + 1, context)
     return rows.split([len(rows) - len(rows) // 10, len(rows) // 10])
 
 
 class Reader(nn.Module):
-    """Characters and their places, layers of attention to what came before, and a guess after each character."""
+    """Character and position embeddings, causal attention layers, and a prediction after each character."""
 
     def __init__(self, context: int, width: int, layers: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Reader(nn.Module):
         self.register_buffer("later", torch.ones(context, context, dtype=torch.bool).triu(1), persistent=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The mean cost of all guesses in rows of context + 1 characters, in bits."""
+        """Return the mean cross-entropy of all predictions in rows of context + 1 characters, in bits."""
         states = self.layers(self.characters(rows[:, :-1]) + self.places, self.later, is_causal=True)
         return nn.functional.cross_entropy(self.output(states).flatten(0, 1), rows[:, 1:].flatten()) / math.log(2)
 
@@ -56,14 +56,14 @@ class Reader(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a file to learn from (default: the standard library's sources)")
-    parser.add_argument("--characters", type=int, default=200_000, help="read at most so many (200000)")
-    parser.add_argument("--context", type=int, default=64, help="characters seen at a time (64)")
-    parser.add_argument("--width", type=int, default=64, help="of the model's states, a multiple of 4 (64)")
-    parser.add_argument("--layers", type=int, default=2, help="of attention (2)")
+    parser.add_argument("--characters", type=int, default=200_000, help="maximum number of characters to read (200000)")
+    parser.add_argument("--context", type=int, default=64, help="context length in characters (64)")
+    parser.add_argument("--width", type=int, default=64, help="width of the hidden states, a multiple of 4 (64)")
+    parser.add_argument("--layers", type=int, default=2, help="number of attention layers (2)")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the text (1)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step and worker (16)")
     parser.add_argument("--lr", type=float, default=0.003, help="Adam's learning rate (0.003)")
-    parser.add_argument("--threads", type=int, default=1, help="per worker; 0: as PyTorch or the launcher likes (1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; 0: the environment's default (1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads or torch.get_num_threads())
     worker = maniple.join()

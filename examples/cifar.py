@@ -1,12 +1,12 @@
-"""Small photographs in ten classes, with a convolutional network: the same script for every rule.
+"""A convolutional network classifies small photographs into ten classes. The same script runs under every rule.
 
-    python examples/cifar.py                                              # alone, on made-up pictures
+    python examples/cifar.py                                              # alone, on generated pictures
     maniple run -n 2 examples/cifar.py --data cifar10_5k.npz --pictures 5000 --epochs 10
     maniple run -n 2 --rule downpour --every 1 examples/cifar.py --lr 0.001
 
-Without --data, pictures are made up: each class has a pattern of coloured patches, shifted, mirrored and under noise.
-With --data, they come from a NumPy file with `x_train` (bytes: picture, row, column, colour), `y_train` and the same
-for `_test`, such as CIFAR-10 (Krizhevsky 2009) or a part of it.
+Without --data, pictures are generated: each class has a pattern of coloured patches, which is shifted, mirrored and
+noisy. With --data, they come from a NumPy file with `x_train` (bytes: picture, row, column, colour), `y_train` and the
+same for `_test`, such as CIFAR-10 (Krizhevsky 2009) or a part of it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import maniple
 
 
 def read(path: Path, part: str, count: int) -> tuple[Tensor, Tensor]:
-    """Up to `count` pictures of a file, of all its classes, as numbers around 0, and their labels."""
+    """Return up to `count` random pictures of a file, as floats centred at 0, and their labels."""
     with np.load(path) as arrays:
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
     chosen = np.random.default_rng(0).permutation(len(y))[:count]  # the same ones on every worker
@@ -30,7 +30,7 @@ def read(path: Path, part: str, count: int) -> tuple[Tensor, Tensor]:
 
 
 def generate(part: str, count: int) -> tuple[Tensor, Tensor]:
-    """Made-up pictures: the pattern of a class, moved by up to 4 pixels, mirrored or not, and noise."""
+    """Generate pictures: the pattern of a class, shifted by up to 4 pixels, randomly mirrored, plus noise."""
     patterns = np.random.default_rng(0).normal(size=(10, 3, 4, 4)).repeat(10, 2).repeat(10, 3)
     rng = np.random.default_rng({"train": 1, "test": 2}[part])  # the same pictures on every worker
     labels = rng.integers(0, 10, count)
@@ -41,7 +41,7 @@ def generate(part: str, count: int) -> tuple[Tensor, Tensor]:
 
 
 def build() -> nn.Module:
-    """Three convolutions, each followed by a maximum over 2 x 2 pixels, and two layers that name the class."""
+    """Build a network of three convolutions with 2 x 2 max pooling, and two linear layers."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -50,18 +50,18 @@ def build() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The share of pictures whose class is named correctly."""
+    """Return the share of pictures that are classified correctly."""
     return (model(x).argmax(1) == y).float().mean().item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a file of pictures (default: made-up ones)")
-    parser.add_argument("--pictures", type=int, default=2000, help="at most, to train on; a fifth to test (2000)")
+    parser.add_argument("--data", type=Path, help="a file of pictures (default: generated ones)")
+    parser.add_argument("--pictures", type=int, default=2000, help="training pictures; a fifth as many to test (2000)")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the pictures (3)")
     parser.add_argument("--batch-size", type=int, default=32, help="pictures per step and worker (32)")
     parser.add_argument("--lr", type=float, default=0.002, help="Adam's learning rate (0.002)")
-    parser.add_argument("--threads", type=int, default=1, help="per worker; 0: as PyTorch or the launcher likes (1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; 0: the environment's default (1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads or torch.get_num_threads())
     worker = maniple.join()

@@ -1,9 +1,9 @@
-"""What `make demo` shows: digits.py alone, the same script on two workers, and the two side by side.
+"""Compare digits.py on one worker and on two: the script of `make demo`.
 
     python examples/demo.py
 
-Every number in the table is measured here and now. Alone, the script runs twice, on one thread and on all cores, and
-the workers are compared with the faster one. The accuracy of the center is that of the saved file.
+Every number in the table is measured by this program. Without maniple, the script runs twice, on one thread and on all
+cores, and the workers are compared with the faster of the two. The accuracy of the center is that of the saved file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SCRIPT = ROOT / "examples" / "digits.py"
 
 
 def train_alone(*options: str) -> tuple[float, float]:
-    """Run the script by itself; gives samples/s and test accuracy, from the line that it prints."""
+    """Run the script without maniple; return samples/s and test accuracy, parsed from its output."""
     child, found = subprocess.Popen([sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, text=True), None
     for line in child.stdout or ():
         print(line, end="", flush=True)
@@ -36,7 +36,7 @@ def train_alone(*options: str) -> tuple[float, float]:
 
 
 def train_together(runs: Path, workers: int, *options: str) -> Path:
-    """Run the script on several workers, with their progress on this terminal; gives the run folder."""
+    """Run the script on several workers, with their progress on this terminal; return the run folder."""
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     command = [sys.executable, "-m", "maniple.cli", "run", "-n", str(workers), "--rule", "easgd"]
     done = subprocess.run([*command, "--name", name, "--runs", runs, SCRIPT, *options], check=False)
@@ -46,7 +46,7 @@ def train_together(runs: Path, workers: int, *options: str) -> Path:
 
 
 def measure(run: Path) -> tuple[float, dict[int, float]]:
-    """The samples/s of all workers together, and the test accuracy of each one's own replica."""
+    """Return the samples/s of all workers together, and the test accuracy of each worker's replica."""
     rows = [read_events(path) for path in sorted((run / "events").glob("worker-?.jsonl"))]
     last = [[row for row in worker if row["event"] == "progress"][-1] for worker in rows]
     own = {row["worker"]: row["own_accuracy"] for worker in rows for row in worker if "own_accuracy" in row}
@@ -54,8 +54,8 @@ def measure(run: Path) -> tuple[float, dict[int, float]]:
 
 
 def center_accuracy(run: Path) -> float:
-    """The test accuracy of the center that the run has saved."""
-    from safetensors.torch import load_file  # here, since PyTorch takes seconds to load
+    """Return the test accuracy of the saved center."""
+    from safetensors.torch import load_file  # imported here because PyTorch takes seconds to load
 
     import digits
 
@@ -67,11 +67,11 @@ def center_accuracy(run: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="workers of the shared run (2)")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers (2)")
     parser.add_argument("--epochs", type=int, default=100, help="passes over the images (100)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the run folder is made (runs)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="parent of the run folder (runs)")
     args = parser.parse_args()
-    # Ctrl-C reaches the child too. It ends by itself and cleans up, and this process waits for that.
+    # Ctrl-C also reaches the child, which cleans up and exits. This process ignores it and waits for the child.
     signal.signal(signal.SIGINT, lambda *_: None)
 
     print("1. alone: python examples/digits.py", flush=True)

@@ -1,14 +1,14 @@
-"""Handwritten digits with a small PyTorch network: the same script alone and on several workers.
+"""A small PyTorch network classifies handwritten digits: the same script alone and on several workers.
 
     python examples/digits.py                          # alone: plain training
     maniple run -n 2 examples/digits.py                # two workers, one shared model
     maniple run -n 2 --rule downpour --every 1 examples/digits.py --epochs 20
 
-Three lines make the difference: `maniple.join()`, `worker.share(model, optimizer)` and `worker.sampler(x)`. In each
-epoch the sampler gives every worker its own part of the images, so that N workers together see as many images as
-one worker alone, in about 1/N of the time. Rule and pace are left to the command line.
+maniple needs three lines: `maniple.join()`, `worker.share(model, optimizer)` and `worker.sampler(x)`. In each epoch the
+sampler gives every worker its own part of the images, so that N workers together train on as many images as one worker
+alone, in about 1/N of the time. The command line sets rule and pace.
 
-The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
+The data are the 1797 images of 8 x 8 pixels included in scikit-learn; nothing is downloaded.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import maniple
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1400 images to train on with their labels, and 397 others to test on: always the same split."""
+    """Return 1400 training images, their labels, 397 test images and their labels; the split is fixed."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images / 16, dtype=torch.float32)[order]
@@ -32,13 +32,13 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def build(hidden: int) -> nn.Module:
-    """A network with two hidden layers."""
+    """Build a network with two hidden layers."""
     return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The share of images that the model names correctly."""
+    """Return the share of images that are classified correctly."""
     return (model(x).argmax(1) == y).float().mean().item()
 
 
@@ -48,18 +48,18 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="images per step and worker (default: 16)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")
     parser.add_argument("--hidden", type=int, default=128, help="width of the two hidden layers (default: 128)")
-    parser.add_argument("--threads", type=int, default=1, help="threads per worker, 0: as PyTorch likes (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; 0: PyTorch's default (default: 1)")
     args = parser.parse_args()
 
     if args.threads:
-        torch.set_num_threads(args.threads)  # so small a network gains nothing from more than one
+        torch.set_num_threads(args.threads)  # a network this small gains nothing from more than one
 
-    worker = maniple.join()  # line 1: who am I among the workers?
+    worker = maniple.join()  # line 1: connect to the other workers
     torch.manual_seed(worker.seed)
     x, y, x_test, y_test = load()
     model = build(args.hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    replica = worker.share(model, optimizer)  # line 2: share the model; optimizer.step() exchanges when it is due
+    replica = worker.share(model, optimizer)  # line 2: share the model; optimizer.step() now also exchanges
 
     sampler = worker.sampler(x)  # line 3: divide the images of each epoch among the workers
     batches = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, sampler=sampler)
@@ -79,8 +79,8 @@ def main() -> None:
                 print(f"{who}: epoch {epoch}, {replica.steps:,} steps, loss {loss:.3f}", flush=True)
     duration = time.perf_counter() - start
 
-    own = accuracy(model, x_test, y_test)  # of this worker's replica
-    with replica.center():  # alone, the replica is the center
+    own = accuracy(model, x_test, y_test)  # this worker's replica
+    with replica.center():  # without a launcher, the replica is the center
         center = accuracy(model, x_test, y_test)
     worker.log(own_accuracy=own, center_accuracy=center)
     print(

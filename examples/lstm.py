@@ -1,12 +1,12 @@
-"""Is this review friendly? An LSTM that reads word ids: Platoon's example, on one worker or several.
+"""An LSTM classifies the sentiment of film reviews: Platoon's example, on one worker or several.
 
     python examples/lstm.py                                 # alone, on a small generated task
     maniple run -n 2 --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
-    maniple run -n 2 --validate-every 100 --patience 4 examples/lstm.py --ask      # the controller says when to stop
+    maniple run -n 2 --validate-every 100 --patience 4 examples/lstm.py --ask      # early stopping by the controller
 
-Without --data, reviews are made up: friendly if most of their telling words are. With --data, they are film reviews
-(IMDB, Maas et al. 2011) from a NumPy file with `train_tokens` (all word ids in a row, 0 is for padding),
-`train_lengths` (words in each review), `train_labels` (1 is friendly) and the same for `test_`.
+Without --data, reviews are generated: positive if they have more positive than negative words. With --data, they are
+film reviews (IMDB, Maas et al. 2011) from a NumPy file with `train_tokens` (the concatenated word ids, 0 is padding),
+`train_lengths` (words in each review), `train_labels` (1 is positive) and the same for `test_`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import maniple
 
 
 def read(path: Path, part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """The first `length` words of the first `count` film reviews, padded with 0, and their labels."""
+    """Return the first `length` words of the first `count` film reviews, padded with 0, and their labels."""
     with np.load(path) as arrays:
         tokens, lengths, labels = (arrays[f"{part}_{name}"] for name in ("tokens", "lengths", "labels"))
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -33,7 +33,7 @@ def read(path: Path, part: str, count: int, length: int) -> tuple[Tensor, Tensor
 
 
 def generate(part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Made-up reviews of up to `length` words out of 100: 1 to 10 are friendly, 11 to 20 are not."""
+    """Generate reviews of up to `length` words out of 100: words 1 to 10 are positive, 11 to 20 negative."""
     rng = np.random.default_rng({"train": 1, "test": 2}[part])  # the same reviews on every worker
     words = rng.integers(1, 101, (count, length))
     words[np.arange(length) >= rng.integers(length // 2, length + 1, count)[:, None]] = 0
@@ -42,7 +42,7 @@ def generate(part: str, count: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 class Reader(nn.Module):
-    """Embedding, LSTM, the mean of its states over the words, and one number: above 0 is friendly."""
+    """Embedding, LSTM, the mean of its states over the words, and one logit: above 0 is positive."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Reader(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a file of film reviews (default: made-up ones)")
-    parser.add_argument("--reviews", type=int, default=4000, help="to train on, and half as many to test (4000)")
-    parser.add_argument("--length", type=int, default=40, help="words read of each review (40)")
+    parser.add_argument("--data", type=Path, help="a file of film reviews (default: generated ones)")
+    parser.add_argument("--reviews", type=int, default=4000, help="training reviews; half as many for the test (4000)")
+    parser.add_argument("--length", type=int, default=40, help="maximum words of each review (40)")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the reviews (6)")
-    parser.add_argument("--ask", action="store_true", help="let the controller say when to validate and to stop")
+    parser.add_argument("--ask", action="store_true", help="ask the controller when to validate and stop")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # a network this small gains nothing from more
     worker = maniple.join()
     torch.manual_seed(worker.seed)
     load = (lambda *which: read(args.data, *which)) if args.data else generate

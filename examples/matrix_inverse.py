@@ -1,15 +1,15 @@
-"""The inverse of a matrix by stochastic gradient descent, with NumPy alone: Legion's example.
+"""Compute the inverse of a matrix by stochastic gradient descent, with NumPy only: Legion's example.
 
     python examples/matrix_inverse.py                   # alone
     maniple run -n 2 examples/matrix_inverse.py         # on two workers
     maniple run -n 4 --rule asgd --maximum-rate 0.1 examples/matrix_inverse.py --size 300
 
-X is wanted such that A X = I. For random vectors v, the columns of V, the loss and its gradient are
+Find X such that A X = I. For random vectors v, the columns of V, the loss and its gradient are
 
     f(X) = |A X V - V|^2 / 2b        df/dX = A' (A X V - V) V' / b        with b vectors in V
 
-Every worker draws vectors of its own and walks down from there. No framework is needed: a model may be a
-dict of NumPy arrays, and `replica.step()` takes the place of the optimizer's hook.
+Every worker draws its own vectors and descends on their gradient. No framework is needed: a model can be a dict of
+NumPy arrays, and `replica.step()` replaces the hook of the optimizer.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import maniple
 
 
 def matrix(n: int) -> np.ndarray:
-    """A matrix that has an inverse: the identity and some noise, the same on every worker."""
+    """Return an invertible matrix: the identity plus noise, the same on every worker."""
     return np.eye(n) + 0.3 * np.random.default_rng(0).standard_normal((n, n)) / np.sqrt(n)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=100, help="rows and columns of the matrix (100)")
-    parser.add_argument("--steps", type=int, default=4000, help="steps of all workers together (4000)")
+    parser.add_argument("--size", type=int, default=100, help="number of rows and columns of the matrix (100)")
+    parser.add_argument("--steps", type=int, default=4000, help="total steps of all workers (4000)")
     parser.add_argument("--batch-size", type=int, default=50, help="random vectors per step (50)")
     args = parser.parse_args()
 
@@ -35,10 +35,10 @@ def main() -> None:
     n, b = args.size, args.batch_size
     A = matrix(n)
     X = np.zeros((n, n))
-    replica = worker.share({"inverse": X})  # X is changed in place, by this loop and by exchanges
+    replica = worker.share({"inverse": X})  # X is updated in place, by this loop and by exchanges
 
     random = np.random.default_rng(worker.seed)  # different vectors on every worker
-    # The largest rate that is safe: |A|^2 times the largest eigenvalue that V V' / b is likely to have.
+    # The largest stable rate: the inverse of |A|^2 times the likely largest eigenvalue of V V' / b.
     lr = 1 / (np.linalg.norm(A, 2) ** 2 * (1 + np.sqrt(n / b)) ** 2)
     who, steps = f"worker {worker.rank} of {worker.world}", args.steps // worker.world
     print(f"{who}: {n} x {n} numbers, {steps:,} steps with {b} vectors each", flush=True)
@@ -46,10 +46,10 @@ def main() -> None:
         V = random.standard_normal((n, b))
         error = A @ (X @ V) - V
         gradient = A.T @ error @ V.T / b
-        replica.reduce({"inverse": gradient})  # under BSP, the mean over all workers; else as it is
+        replica.reduce({"inverse": gradient})  # BSP: the mean over all workers; other rules: no effect
         X -= lr * gradient
-        replica.samples = b  # counted, for samples/s
-        replica.step()  # exchanges with the center if the pace says so
+        replica.samples = b  # for the samples/s in the progress
+        replica.step()  # exchanges with the center if an exchange is due
         if step % 100 == 0:
             loss = (error**2).sum() / (2 * b)
             worker.log(loss=loss)

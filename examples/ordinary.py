@@ -1,14 +1,14 @@
-"""An ordinary PyTorch script, and the lines that make it train on several workers.
+"""An ordinary PyTorch script, with the lines that let it train on several workers.
 
-    python examples/ordinary.py                            # alone, as before those lines
+    python examples/ordinary.py                            # alone, as without these lines
     maniple run -n 2 examples/ordinary.py                  # two workers, one shared model
     maniple run -n 2 --rule bsp examples/ordinary.py       # the same script for every rule: localsgd, downpour ...
 
-AdamW, a learning rate for each step, clipped gradients, a DataLoader with processes of its own, a progress bar, and
-the best model saved. Each line that maniple needs has a comment that says what was there before. The workers divide
-each epoch among themselves, so len(loader), on which the schedule depends, is this worker's share.
+The script uses AdamW, a schedule by steps, gradient clipping, a DataLoader with worker processes and a progress bar,
+and saves the best model. Each line that maniple needs has a comment with the original code. The workers divide each
+epoch among themselves, so len(loader), on which the schedule depends, is this worker's share.
 
-The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
+The data are the 1797 images of 8 x 8 pixels included in scikit-learn; nothing is downloaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import maniple
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """1400 images to train on and 397 others to validate on: always the same split."""
+    """Return 1400 training images and 397 validation images; the split is fixed."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)[order]
@@ -33,14 +33,14 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def build(width: int) -> nn.Module:
-    """A convolution with batch normalization, and a layer that names the digit."""
+    """Build a convolution with batch normalization, followed by a linear classifier."""
     first = [nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*first, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16 * width, 10))
 
 
 @torch.no_grad()
 def validate(model: nn.Module, loader: DataLoader) -> float:
-    """The share of images that the model names correctly."""
+    """Return the share of images that are classified correctly."""
     model.eval()
     right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
     model.train()
@@ -51,11 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the images (10)")
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker (32)")
-    parser.add_argument("--lr", type=float, default=0.01, help="the largest learning rate of the schedule (0.01)")
+    parser.add_argument("--lr", type=float, default=0.01, help="maximum learning rate of the schedule (0.01)")
     parser.add_argument("--width", type=int, default=16, help="channels of the first convolution (16)")
-    parser.add_argument("--loaders", type=int, default=2, help="processes that load data, per worker (2)")
-    parser.add_argument("--threads", type=int, default=1, help="per worker; 0: as PyTorch or the launcher likes (1)")
-    parser.add_argument("--save", type=Path, default=Path("best.pt"), help="where the best model goes (best.pt)")
+    parser.add_argument("--loaders", type=int, default=2, help="data loader processes per worker (2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; 0: the environment's default (1)")
+    parser.add_argument("--save", type=Path, default=Path("best.pt"), help="file of the best model (best.pt)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads or torch.get_num_threads())
 
@@ -64,9 +64,9 @@ def main() -> None:
     model = build(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
-    worker = maniple.join()  # new: find the other workers
+    worker = maniple.join()  # new: connect to the other workers
     replica = worker.share(model, optimizer)  # new: share the model; optimizer.step() now also exchanges
-    torch.manual_seed(worker.seed)  # new: dropout of its own for each worker
+    torch.manual_seed(worker.seed)  # new: different dropout on each worker
 
     sampler = worker.sampler(train)  # before: shuffle=True
     loader = DataLoader(train, args.batch_size, sampler=sampler, num_workers=args.loaders)
@@ -80,11 +80,11 @@ def main() -> None:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
-            replica.reduce()  # new: under rules that average gradients, clip their mean
+            replica.reduce()  # new: average before clipping, under rules that average gradients
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            worker.log(loss=loss)  # new: shown live, and kept in the run folder
+            worker.log(loss=loss)  # new: shown live and recorded in the run folder
         with replica.center():  # new: validate and save the shared model
             accuracy = validate(model, DataLoader(test, 256))
             if accuracy > best and worker.rank == 0:  # before: if accuracy > best

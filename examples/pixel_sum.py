@@ -1,12 +1,12 @@
-"""A linear model learns to add up the pixels of an image: a rule of one's own, and a feed. NumPy alone.
+"""A linear model learns to sum the pixels of an image, with a custom rule and a feed. NumPy only.
 
-    python examples/pixel_sum.py                                    # alone; batches are made in another process
+    python examples/pixel_sum.py                                    # alone; another process makes the batches
     maniple run -n 2 --feed 'examples/pixel_sum.py --produce' examples/pixel_sum.py
     maniple run -n 2 --producers 2 --feed 'examples/pixel_sum.py --produce' examples/pixel_sum.py --lr 0.1
 
-This file has two roles. With `--produce` it makes random images and their sums, and pushes them in batches; without, it
-is a worker that takes batches as they come, each from the same queue. The right weights are known, all 1, so that
-everybody can see how far the model has come.
+This file has two roles. With `--produce` it generates random images and their sums, and pushes them in batches;
+without, it is a worker that takes batches from the shared queue. The correct weights are known, all 1, so the remaining
+error of the model is known too.
 """
 
 import argparse
@@ -20,18 +20,18 @@ SIDE = 8
 
 
 class Nudge(maniple.Rule):
-    """The elastic rule, written down by hand: replica and center each go a share of the way to the other."""
+    """Elastic averaging, implemented by hand: replica and center each move a share of the way to the other."""
 
     def __init__(self, share: float = 0.4) -> None:
         self.share = share
 
-    def mix(self, x, c, memory):  # noqa: ARG002 - other rules remember something there
+    def mix(self, x, c, memory):  # noqa: ARG002 - for rules with state
         step = self.share * (x - c)
         return x - step, c + step
 
 
 def batches(seed: int, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random images, with a little noise on their sums."""
+    """Yield batches of random images and their sums, with a little noise."""
     random = np.random.default_rng(seed)
     for _ in range(count):
         images = random.random((size, SIDE, SIDE), np.float32)
@@ -39,14 +39,14 @@ def batches(seed: int, count: int, size: int) -> Iterator[tuple[np.ndarray, np.n
 
 
 def produce(args: argparse.Namespace) -> None:
-    """Push this producer's share of the batches; the end of the script is the end of the data."""
+    """Push this producer's share of the batches. The feed ends when the script ends."""
     feed = maniple.Feed(high_water=16)
     for images, sums in batches(feed.index, args.batches // feed.count, args.batch_size):
         feed.push(images, sums)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Take batches until there are no more."""
+    """Train on batches until the feed ends."""
     worker = maniple.join()
     weights = np.zeros(SIDE * SIDE, np.float32)
     replica = worker.share({"weights": weights}, rule=Nudge())
@@ -74,9 +74,9 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--produce", action="store_true", help="be a producer, not a worker")
-    parser.add_argument("--batches", type=int, default=4000, help="batches of all producers together (4000)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images in a batch (32)")
+    parser.add_argument("--produce", action="store_true", help="run as a producer instead of a worker")
+    parser.add_argument("--batches", type=int, default=4000, help="total batches of all producers (4000)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per batch (32)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate (0.05)")
     args = parser.parse_args()
     (produce if args.produce else train)(args)

@@ -1,13 +1,13 @@
-"""Handwritten digits with a small PyTorch network: a serial program whose steps are made by all workers of a pool.
+"""A small PyTorch network classifies handwritten digits, in a serial program whose steps run on a pool of workers.
 
-    python examples/pool_digits.py                # images in shared memory, shuffled anew for each epoch
-    python examples/pool_digits.py --resident     # each worker keeps its part of the images, and shuffles that
-    python examples/pool_digits.py --serial       # the same steps in this process alone: the same figures
+    python examples/pool_digits.py                # images in shared memory, shuffled in each epoch
+    python examples/pool_digits.py --resident     # each worker keeps and shuffles its part of the images
+    python examples/pool_digits.py --serial       # the same steps in this process, with the same results
 
-There is no launcher, and nobody asks which worker it is: a call takes whole data sets, each worker learns from its part
-of the rows, and the model is the same for all of them after each step. The test set is one call too, in slices.
+There is no launcher and no rank: a call takes whole data sets, each worker trains on its part of the rows, and all
+workers have the same model after each step. The test set is evaluated in one call too, in slices.
 
-The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
+The data are the 1797 images of 8 x 8 pixels included in scikit-learn; nothing is downloaded.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import maniple
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1400 images to train on with their labels, and 397 others to test on: always the same split."""
+    """Return 1400 training images, their labels, 397 test images and their labels; the split is fixed."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images / 16, dtype=torch.float32)[order]
@@ -31,24 +31,24 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def build(hidden: int) -> nn.Module:
-    """A network with two hidden layers, always the same at the start."""
+    """Build a network with two hidden layers, with fixed initial values."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """What training makes smaller: a mean over images."""
+    """Return the mean cross-entropy over the images."""
     return nn.functional.cross_entropy(model(x), y)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The share of images that the model names correctly."""
+    """Return the share of images that are classified correctly."""
     return (model(x).argmax(1) == y).float().mean().item()
 
 
 def batches(count: int, size: int, epoch: int) -> list[np.ndarray]:
-    """The numbers of all rows in another order for each epoch, in batches; the last one may be smaller."""
+    """Return batches of row numbers, in a different order for each epoch; the last batch may be smaller."""
     order = np.random.default_rng(epoch).permutation(count)
     return [order[start : start + size] for start in range(0, count, size)]
 
@@ -57,8 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--resident", action="store_true", help="each worker keeps its part of the images")
-    way.add_argument("--serial", action="store_true", help="in this process alone, for comparison")
-    parser.add_argument("--workers", type=int, help="how many (default: one for each core)")
+    way.add_argument("--serial", action="store_true", help="run in this process only, for comparison")
+    parser.add_argument("--workers", type=int, help="number of workers (default: one per core)")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the images (default: 20)")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step of all workers (default: 64)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")

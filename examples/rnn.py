@@ -1,16 +1,15 @@
-"""Handwritten digits read row by row by a recurrent network: asynchronous SGD as Legion did it.
+"""A recurrent network reads handwritten digits row by row: asynchronous SGD as in Legion.
 
     python examples/rnn.py                                  # alone
-    maniple run -n 2 examples/rnn.py                        # on two workers of this machine
-    maniple serve --name digits                             # or: a host alone ...
-    maniple join runs/digits examples/rnn.py                # ... and, as often as you like, one more worker
+    maniple run -n 2 examples/rnn.py                        # on two local workers
+    maniple serve --name digits                             # or: only a host ...
+    maniple join runs/digits examples/rnn.py                # ... and any number of workers that join it
 
-An exchange mixes a worker's parameters with the center's, half and half, and the worker goes on from the
-mixture: `ASGD(0.5, 0.5)`. Exchanges come as often as fits into a quarter of the time, whatever the network
-costs: `RateLimit(0.25)`. Every worker ends by itself: `StopAfter`. Workers come and go, so each counts its
-own time, and not the passes over the data.
+An exchange averages a worker's parameters with the center's, and the worker continues from the average:
+`ASGD(0.5, 0.5)`. Exchanges take at most a quarter of the time, regardless of the network's speed: `RateLimit(0.25)`.
+Workers join and leave, so each stops after its own training time, and not after a number of passes: `StopAfter`.
 
-The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded.
+The data are the 1797 images of 8 x 8 pixels included in scikit-learn; nothing is downloaded.
 """
 
 import argparse
@@ -24,7 +23,7 @@ import maniple
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1400 images to train on with their labels, and 397 others to test on: always the same split."""
+    """Return 1400 training images, their labels, 397 test images and their labels; the split is fixed."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 8, 8)[order]
@@ -33,7 +32,7 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Reader(nn.Module):
-    """A GRU that reads one row of pixels at a time, and names the digit from its last state."""
+    """A GRU that reads one row of pixels at a time, and a linear classifier of its last state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,19 +46,19 @@ class Reader(nn.Module):
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The share of images that the model names correctly."""
+    """Return the share of images that are classified correctly."""
     return (model(x).argmax(1) == y).float().mean().item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20, help="how long each worker trains (20)")
+    parser.add_argument("--seconds", type=float, default=20, help="training time of each worker in seconds (20)")
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker (32)")
     parser.add_argument("--lr", type=float, default=0.003, help="Adam's learning rate (0.003)")
     parser.add_argument("--width", type=int, default=64, help="width of the GRU's state (64)")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # a network this small gains nothing from more
     worker = maniple.join()
     torch.manual_seed(worker.seed)
     x, y, x_test, y_test = load()
@@ -77,16 +76,16 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"worker {worker.rank}: {len(x):,} images, {parameters:,} parameters, threads: 1", flush=True)
     while not worker.should_stop:
-        for images, labels in batches:  # ends early when it is time to stop
+        for images, labels in batches:  # ends early if the worker should stop
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
-            optimizer.step()  # and an exchange, if one is due
+            optimizer.step()  # also exchanges, if an exchange is due
             worker.log(loss=loss)
             if replica.steps % 500 == 0:
                 print(f"worker {worker.rank}: {replica.steps:,} steps, loss {loss:.3f}", flush=True)
 
-    with replica.center():  # alone, the replica is the center
+    with replica.center():  # without a launcher, the replica is the center
         shared = accuracy(model, x_test, y_test)
     print(
         f"worker {worker.rank}: {replica.steps:,} steps, {replica.sync_share:.0%} of the time in exchanges, "

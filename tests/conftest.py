@@ -22,8 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TIMED = (
     "tests/cluster/",  # rates of links, how long a worker may be silent; one cluster is enough at a time
     "tests/process/test_chaos.py",  # how soon all exchange again after a death
-    "tests/process/test_crowd.py",  # 200 workers that join in 10 s, answers in 0.1 s
-    "tests/process/test_deaths.py",  # 8 workers, one killed each second
+    "tests/process/test_many_workers.py",  # 200 workers that join in 10 s, answers in 0.1 s
+    "tests/process/test_killed_workers.py",  # 8 workers, one killed each second
     "tests/process/test_fuzz.py",  # three attackers at once
     "tests/process/test_watch_web.py",  # how soon a death is seen
     "tests/process/test_bsp.py::test_killed_worker_is_left_behind_and_comes_back",

@@ -18,32 +18,35 @@ import numpy as np
 
 import maniple
 from maniple.wire.address import Address
+from maniple.wire.auth import authenticate
 from maniple.wire.codecs import CODECS
-from maniple.wire.examination import Echo, Examine, Examined
-from maniple.wire.frames import HEAD, decode_header, encode
+from maniple.wire.frames import HEAD, VERSION, Stream, decode_header, encode
 from maniple.wire.messages import (
-    Ask,
-    Beat,
-    Beaten,
-    Bye,
-    Find,
-    Hello,
-    Join,
-    Joined,
-    Names,
-    Offer,
-    Open,
-    Proof,
-    Pull,
-    Put,
+    AppliedQuery,
+    AuthChallenge,
+    AuthResponse,
+    DoctorReply,
+    DoctorRequest,
+    Echo,
+    ExchangeRequest,
+    FindArray,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    ListArrays,
+    ListFiles,
+    OpenCenter,
+    ParameterValue,
+    PullElements,
+    PullParameter,
+    PushElements,
+    ReadFile,
     Refusal,
-    Save,
-    Take,
-    Value,
+    SaveArrays,
+    WatcherCommand,
 )
-from maniple.wire.proof import introduce
-from maniple.wire.stream import Stream
-from maniple.wire.watching import Files, Order, Read
 from tests.process.conftest import Run
 
 T = TypeVar("T")
@@ -187,7 +190,7 @@ class Worker(threading.Thread):
 
 
 class Member(threading.Thread):
-    """An honest member, which sends a numbered row with each beat."""
+    """An honest member, which sends a numbered row with each heartbeat."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
@@ -203,8 +206,8 @@ class Member(threading.Thread):
             with contextlib.closing(link):
                 stream = Stream(link)
                 stream.set_timeout(60)
-                introduce(stream, self._server.token, "control", "honest")
-                stream.send(Join("node", 1, -1, 0))
+                authenticate(stream, self._server.token, "control", "honest")
+                stream.send(JoinRequest("node", 1, -1, 0))
                 self.rank = stream.receive_message().rank
                 is_last = False
                 while not is_last:
@@ -216,8 +219,8 @@ class Member(threading.Thread):
                         "loss": 1.0,
                         "number": self.sent,
                     }
-                    stream.send(Beat(self.sent + 1, is_last=is_last), json.dumps(row).encode() + b"\n")
-                    assert isinstance(answer := stream.receive_message(), Beaten), answer
+                    stream.send(Heartbeat(self.sent + 1, is_last=is_last), json.dumps(row).encode() + b"\n")
+                    assert isinstance(answer := stream.receive_message(), HeartbeatReply), answer
                     self.sent += 1
         except BaseException as error:
             self.error = error
@@ -246,7 +249,9 @@ class Attacker:
 
     def _strange(self) -> bytes:
         rng = self.rng
-        proof = Proof(rng.randbytes(32), rng.randbytes(32), rng.choice(["data", "control", "doctor", "x"]), "evil")
+        proof = AuthResponse(
+            rng.randbytes(32), rng.randbytes(32), rng.choice(["data", "control", "doctor", "x"]), "evil"
+        )
         whole = encode(proof, 0)
         return rng.choice(
             [
@@ -255,31 +260,31 @@ class Attacker:
                 lambda: self._flipped(whole),
                 lambda: whole,
                 lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-                lambda: HEAD.pack(b"mnpl", 1, 0, 0xFFFF, 0) + bytes(0xFFFF),
-                lambda: HEAD.pack(b"mnpl", 1, 0, 40, 2**63) + rng.randbytes(2000),
-                lambda: HEAD.pack(b"mnpl", 2, 0, 40, 0) + rng.randbytes(40),
-                lambda: encode(Hello(rng.randbytes(32)), 0),
+                lambda: HEAD.pack(b"mnpl", VERSION, 0, 0xFFFF, 0) + bytes(0xFFFF),
+                lambda: HEAD.pack(b"mnpl", VERSION, 0, 40, 2**63) + rng.randbytes(2000),
+                lambda: HEAD.pack(b"mnpl", VERSION + 1, 0, 40, 0) + rng.randbytes(40),
+                lambda: encode(AuthChallenge(rng.randbytes(32)), 0),
                 lambda: self._mutated(*self._request()),
             ]
         )()
 
     # A member, whose rows are damaged
 
-    def rows(self, beats: int, per_beat: int) -> None:
-        """One connection that joins, and sends damaged rows with each beat; each beat must be answered."""
+    def rows(self, heartbeats: int, per_heartbeat: int) -> None:
+        """One connection that joins, and sends damaged rows with each heartbeat; each must be answered."""
         with contextlib.closing(self._introduced("control")) as link:
             stream = Stream(link)
             stream.set_timeout(60)
-            stream.send(Join("node", 1, -1, 0))
-            assert isinstance(stream.receive_message(), Joined)
+            stream.send(JoinRequest("node", 1, -1, 0))
+            assert isinstance(stream.receive_message(), JoinReply)
             self.counts["connections"] += 1
-            for _ in range(beats):
+            for _ in range(heartbeats):
                 self._beat += 1
-                rows = b"".join(self._row() for _ in range(per_beat))
-                stream.send(Beat(self._beat), rows)
+                rows = b"".join(self._row() for _ in range(per_heartbeat))
+                stream.send(Heartbeat(self._beat), rows)
                 answer = stream.receive_message()
-                assert isinstance(answer, Beaten), answer
-                self.counts["rows mutated"] += per_beat
+                assert isinstance(answer, HeartbeatReply), answer
+                self.counts["rows mutated"] += per_heartbeat
                 self.counts["frames"] += 1
                 self.counts["answers"] += 1
 
@@ -309,7 +314,11 @@ class Attacker:
             for _ in range(count):
                 name = "".join(chr(rng.randrange(1, 0x2FF)) for _ in range(rng.randrange(40)))
                 message = rng.choice(
-                    [Find(f"array:{name}"), Pull(f"array:{name}", self._number(), name), Save(f"{name}.exe")]
+                    [
+                        FindArray(f"array:{name}"),
+                        PullParameter(f"array:{name}", self._number(), name),
+                        SaveArrays(f"{name}.exe"),
+                    ]
                 )
                 frames.append(encode(message, 0))
             self.counts["frames mutated"] += count
@@ -331,20 +340,26 @@ class Attacker:
 
     def _question(self) -> bytes:
         rng = self.rng
-        message = rng.choice([Examine(), Echo(), Examined(0.0, "node", self._number()), Pull("center-0", 0, "float32")])
+        message = rng.choice(
+            [DoctorRequest(), Echo(), DoctorReply(0.0, "node", self._number()), PullParameter("center-0", 0, "float32")]
+        )
         payload = rng.randbytes(rng.choice([0, 3, 70_000]))
         return self._mutated(message, payload) if rng.random() < 0.3 else encode(message, len(payload)) + payload
 
     def member(self) -> None:
-        """One connection that joins, and beats wildly."""
+        """One connection that joins, and sends wild heartbeats."""
         with contextlib.closing(self._introduced("control")) as link:
             frames = [
-                encode(Join("node", self._mostly((1, 99), NUMBERS), self.rng.randrange(-1, 9), self._number()), 0)
+                encode(
+                    JoinRequest("node", self._mostly((1, 99), NUMBERS), self.rng.randrange(-1, 9), self._number()), 0
+                )
             ]
             for _ in range(5):
                 rows = self.rng.choice(ROWS)
                 frames.append(
-                    self._mutated(Beat(1), rows) if self.rng.random() < 0.3 else encode(Beat(1), len(rows)) + rows
+                    self._mutated(Heartbeat(1), rows)
+                    if self.rng.random() < 0.3
+                    else encode(Heartbeat(1), len(rows)) + rows
                 )
             self._converse(link, b"".join(frames), len(frames))
 
@@ -352,13 +367,13 @@ class Attacker:
         """One connection that watches, asks for what is none of its business, and gives orders that make no sense."""
         with contextlib.closing(self._introduced("watch")) as link:
             good = [
-                (Files(), b""),
-                (Read("run.json", 0), b""),
-                (Read("events/host.jsonl", self.rng.randrange(99)), b""),
+                (ListFiles(), b""),
+                (ReadFile("run.json", 0), b""),
+                (ReadFile("events/host.jsonl", self.rng.randrange(99)), b""),
             ]
             bad = [
-                (Read(self.rng.choice(FILES), self._number()), b""),
-                (Order(self.rng.choice(["change", "dance", ""]), "evil"), self.rng.choice(CHANGES)),
+                (ReadFile(self.rng.choice(FILES), self._number()), b""),
+                (WatcherCommand(self.rng.choice(["change", "dance", ""]), "evil"), self.rng.choice(CHANGES)),
             ]
             frames = [encode(message, len(payload)) + payload for message, payload in self.rng.choices(good, k=5)]
             message, payload = self.rng.choice(bad)
@@ -371,7 +386,7 @@ class Attacker:
         stream = Stream(link)
         link.settimeout(None)
         stream.set_timeout(10)
-        introduce(stream, self.server.token, role, self.worker)
+        authenticate(stream, self.server.token, role, self.worker)
         return link
 
     def _frame(self) -> bytes:
@@ -392,8 +407,8 @@ class Attacker:
                 lambda: self._flipped(frame),
                 lambda: frame[: rng.randrange(len(frame))],
                 lambda: frame + rng.randbytes(rng.randrange(1, 50)),
-                lambda: HEAD.pack(b"mnpl", 1, 0, rng.randrange(0x10000), len(payload)) + header + payload,
-                lambda: HEAD.pack(b"mnpl", 1, 0, len(header), abs(self._number())) + header + payload,
+                lambda: HEAD.pack(b"mnpl", VERSION, 0, rng.randrange(0x10000), len(payload)) + header + payload,
+                lambda: HEAD.pack(b"mnpl", VERSION, 0, len(header), abs(self._number())) + header + payload,
                 lambda: encode(other, len(payload)) + payload,  # another's header
                 lambda: frame[: HEAD.size] + rng.randbytes(len(header)) + payload,
                 lambda: encode(message, len(rest)) + rest,  # another's payload
@@ -412,14 +427,14 @@ class Attacker:
         if kind < 0.3:
             return self._offer()
         if kind < 0.45:
-            return Pull(self._any_name(), self._index(), self._codec()), b""
+            return PullParameter(self._any_name(), self._index(), self._codec()), b""
         if kind < 0.58:
             count = rng.randrange(4)
-            return Take(f"array:{rng.choice(list(OWN))}", count), self._positions(count)
+            return PullElements(f"array:{rng.choice(list(OWN))}", count), self._positions(count)
         if kind < 0.7:
             name, own = rng.choice(list(OWN.items()))
             count = rng.randrange(4)
-            put = Put(
+            put = PushElements(
                 f"array:{name}",
                 count,
                 self._next(),
@@ -429,20 +444,20 @@ class Attacker:
             return put, self._positions(count) + rng.randbytes(count * own.itemsize)
         if kind < 0.8:
             sequence = self._mostly(range(self._sequence, self._sequence + 3), NUMBERS)
-            ask = Ask(self._any_name(), sequence, self._mostly(range(9), NUMBERS))
+            ask = AppliedQuery(self._any_name(), sequence, self._mostly(range(9), NUMBERS))
             return ask, self._positions(rng.randrange(4))
         if kind < 0.98:
-            return Find(self._any_name()), b""
+            return FindArray(self._any_name()), b""
         return rng.choice(
             [
-                lambda: (Open(f"center-{rng.randrange(5, 9)}", "note"), rng.choice(TABLES)),
-                lambda: (Open(f"array:new{rng.randrange(4)}", "note"), rng.choice(TABLES)),
-                lambda: (Open(f"array:{HONEST}", "note"), rng.choice(TABLES)),
-                lambda: (Value(self._index()), rng.randbytes(rng.choice([0, 12]))),
-                lambda: (Names(), b""),
-                lambda: (Save(rng.choice(PATHS)), b""),
-                lambda: (Take("array:int64", 2**50), bytes(8)),
-                lambda: (Bye(), b""),
+                lambda: (OpenCenter(f"center-{rng.randrange(5, 9)}", "note"), rng.choice(TABLES)),
+                lambda: (OpenCenter(f"array:new{rng.randrange(4)}", "note"), rng.choice(TABLES)),
+                lambda: (OpenCenter(f"array:{HONEST}", "note"), rng.choice(TABLES)),
+                lambda: (ParameterValue(self._index()), rng.randbytes(rng.choice([0, 12]))),
+                lambda: (ListArrays(), b""),
+                lambda: (SaveArrays(rng.choice(PATHS)), b""),
+                lambda: (PullElements("array:int64", 2**50), bytes(8)),
+                lambda: (Goodbye(), b""),
                 self._harmless,
             ]
         )()
@@ -455,7 +470,7 @@ class Attacker:
         number = self._index()
         a, b = self._mostly(WEIGHTS, BAD_WEIGHTS), self._mostly(WEIGHTS, BAD_WEIGHTS)
         act = self._mostly(ACTS if own.dtype.kind == "f" else ACTS[:-1], BAD_ACTS)
-        offer = Offer(f"array:{name}", number, self._next(), 0, act, a, b, codec, self._number(), answer)
+        offer = ExchangeRequest(f"array:{name}", number, self._next(), 0, act, a, b, codec, self._number(), answer)
         return offer, rng.randbytes(size)
 
     def _harmless(self):
@@ -463,7 +478,9 @@ class Attacker:
         rng = self.rng
         sequence = self._next() if rng.random() < 0.8 else 0
         size = SIZE if rng.random() < 0.8 else SIZE - 1
-        offer = Offer(f"array:{HONEST}", 0, sequence, 0, self._mostly(ACTS, BAD_ACTS), 1.0, 1.0, "float32", -1, "none")
+        offer = ExchangeRequest(
+            f"array:{HONEST}", 0, sequence, 0, self._mostly(ACTS, BAD_ACTS), 1.0, 1.0, "float32", -1, "none"
+        )
         return offer, np.full(size, np.nan).tobytes()
 
     def _any_name(self) -> str:
@@ -515,7 +532,7 @@ class Attacker:
 
 
 def _changes_honest(message) -> bool:
-    return isinstance(message, Offer) and message.center == f"array:{HONEST}"
+    return isinstance(message, ExchangeRequest) and message.center == f"array:{HONEST}"
 
 
 def attack(server: Server, seed: int, frames: int, counts: Counter[str]) -> int:

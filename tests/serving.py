@@ -4,10 +4,10 @@ import threading
 from pathlib import Path
 
 from maniple.center import Segment
-from maniple.center.link import Door
+from maniple.connection.link import Endpoint
 from maniple.controller import Controller
+from maniple.environment import Environment
 from maniple.host.server import Server
-from maniple.place import Place
 from maniple.wire.address import Address
 
 TOKEN = "token of a test"
@@ -16,7 +16,7 @@ TOKEN = "token of a test"
 class Serving:
     """A segment in `root` and a server for it, on loopback."""
 
-    def __init__(self, root: Path, *, unix: bool = False, tls=None, world: int = 0, **place) -> None:
+    def __init__(self, root: Path, *, unix: bool = False, world: int = 0, **environment) -> None:
         self.run = root / "run"
         for part in ("events", "center", "logs"):
             (self.run / part).mkdir(parents=True)
@@ -24,15 +24,14 @@ class Serving:
         address = Address(path=str(root / "socket")) if unix else Address()
         self._listener = address.listen()
         self.address = address if unix else Address(port=self._listener.getsockname()[1])
-        self.server = Server(
-            Place(segment=self.segment.path, run=self.run, world=world, **place), TOKEN, tls, Controller()
-        )
+        place = Environment(segment=self.segment.path, run=self.run, world=world, token=TOKEN, **environment)
+        self.server = Server(place, Controller())
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],), daemon=True)
         self._thread.start()
 
-    def door(self, token: str = TOKEN, **rest) -> Door:
+    def door(self, token: str = TOKEN, **rest) -> Endpoint:
         """A door for one more worker."""
-        return Door(self.address, token, **rest)
+        return Endpoint(self.address, token, **rest)
 
     def close(self) -> None:
         self.server.end()

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from maniple.record import Folder
-from maniple.story import Story
+from maniple.monitor import RunState
+from maniple.record import RunFolder
 
 T0 = 1_700_000_000.0
 
@@ -13,7 +13,7 @@ class Written:
     """A run folder whose rows a test writes itself, `at` seconds after the first."""
 
     def __init__(self, path: Path) -> None:
-        self.folder = Folder(path)
+        self.folder = RunFolder(path)
         (path / "events").mkdir(parents=True)
 
     def row(self, who: int | str, event: str, at: float, **values) -> None:
@@ -32,7 +32,7 @@ class Written:
             path = first.with_name(f"{first.stem}_{number:06}.jsonl") if number else first
             path.write_text("".join(rows[at : at + lines]))
 
-    def story(self) -> Story:
-        story = Story(self.folder)
-        assert story.refresh()
-        return story
+    def run_state(self) -> RunState:
+        state = RunState(self.folder)
+        assert state.refresh()
+        return state

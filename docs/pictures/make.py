@@ -1,10 +1,10 @@
-"""The pictures of README and docs, each made from real runs on this machine.
+"""Generate the pictures of README and docs from real runs on this machine.
 
-    python docs/pictures/make.py              all of them
+    python docs/pictures/make.py              all pictures
     python docs/pictures/make.py speedup      one
 
-A picture is a function of PICTURES: it gets an empty folder for its runs, and writes docs/pictures/<name>.png. Leave
-the machine alone meanwhile: speed-ups are measured.
+Each picture is a function in PICTURES, which gets an empty folder for its runs and writes docs/pictures/<name>.png.
+Keep the machine otherwise idle, because speed-ups are measured.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from rich.text import Text
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
 MANIPLE = [sys.executable, "-m", "maniple.cli"]
-_QUIET = 0.5  # the load of a machine that is left alone
+_QUIET = 0.5  # load of an otherwise idle machine
 _TERMINAL = (
     '<pre style="display:inline-block;margin:0;padding:14px 18px;background:#101418;color:#d8dee6;border-radius:6px;'
     'font:13px/1.45 DejaVu Sans Mono,monospace">{code}</pre>'
 )
-_LARGEST = 200_000  # bytes of a picture: it comes with every clone
+_LARGEST = 200_000  # bytes of a picture, which is part of every clone
 
 
 def speedup(folder: Path) -> None:
-    """`maniple plot`: digits by one worker and by two."""
+    """`maniple plot`: digits, trained by one worker and by two."""
     for name, workers in (("one", 1), ("two", 2)):
         train(folder, name, workers, "--epochs", "40", "--lr", "0.005")
     command = ["plot", "runs/one", "runs/two", "--log", "--smooth", "20", "-o", HERE / "speedup.png"]
@@ -47,7 +47,7 @@ def speedup(folder: Path) -> None:
 
 
 def terminal(folder: Path) -> None:
-    """`maniple watch`: what the terminal shows of a run with two workers that goes on."""
+    """`maniple watch`: the terminal view of a live run with two workers."""
     with training(folder, "two"):
         ours, theirs = pty.openpty()
         env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "96", "LINES": "24"}
@@ -56,7 +56,7 @@ def terminal(folder: Path) -> None:
             os.close(theirs)
             shown = read_all(ours)
     console = Console(record=True, width=96, file=io.StringIO())
-    newest = re.split(r"\x1b\[\d*A", shown)[-1]  # the table is drawn over the one before
+    newest = re.split(r"\x1b\[\d*A", shown)[-1]  # each table overwrites the previous one
     console.print(Text.from_ansi(re.sub(r"\x1b\[[0-9?]*[B-HJKhl]|\r", "", newest).strip("\n")))
     html = console.export_html(inline_styles=True, code_format=_TERMINAL)
     with browser(width=860, height=200) as page:
@@ -71,13 +71,13 @@ def page(folder: Path) -> None:
         assert address is not None
         with browser(width=1200, height=840) as opened:
             opened.goto(address[0])
-            opened.wait_for_timeout(15_000)  # some curves to see
+            opened.wait_for_timeout(15_000)  # until the curves have some points
             opened.screenshot(path=HERE / "page.png")
 
 
 @contextmanager
 def training(folder: Path, name: str, *options: str) -> Iterator[Path]:
-    """The example of the digits on two workers, for long enough to be looked at."""
+    """Train the digits example on two workers while the block runs, and yield the run folder."""
     run, args = folder / "runs" / name, [str(EXAMPLES / "digits.py"), "--epochs", "2000", "--lr", "0.005"]
     command = [*MANIPLE, "run", "-n", "2", "--name", name, *options, *args]
     said = folder / "said"
@@ -93,7 +93,7 @@ def training(folder: Path, name: str, *options: str) -> Iterator[Path]:
 
 @contextmanager
 def browser(*, width: int, height: int) -> Iterator[Any]:
-    """A page of a headless Chromium."""
+    """Yield a page of a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as engine:
@@ -103,7 +103,7 @@ def browser(*, width: int, height: int) -> Iterator[Any]:
 
 
 def read_all(descriptor: int) -> str:
-    """What was written to a terminal until it was closed."""
+    """Return what is written to a terminal until it is closed."""
     shown = b""
     with contextlib.suppress(OSError):
         while piece := os.read(descriptor, 65536):
@@ -121,13 +121,13 @@ def wait_for(look: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def train(folder: Path, name: str, workers: int, *args: str) -> Path:
-    """Run the example of the digits; gives the run folder."""
+    """Run the digits example, and return the run folder."""
     command = ["run", "--quiet", "--name", name, "-n", str(workers), str(EXAMPLES / "digits.py"), *args]
     subprocess.run([*MANIPLE, *command], cwd=folder, check=True, timeout=600)
     return folder / "runs" / name
 
 
-# One line for each picture; a new one is a function above and its name here.
+# To add a picture, write a function above and add its name here.
 PICTURES: dict[str, Callable[[Path], None]] = {
     "speedup": speedup,
     "terminal": terminal,

@@ -1,23 +1,6 @@
 """maniple: many workers, one model. Elastic data-parallel training, in step or not, behind three lines.
 
-The layers; a row imports only rows below it, and names split by `|` do not import each other:
-
-    cli                            the command
-    session | pool | doctor | watch  settings from files and variables; workers of a program that stays serial; what
-                                   would keep a run from working; a run seen, drawn and steered
-    launch                         starts workers and looks after them
-    controller | model             answers the workers' questions; trains a class of the user's own
-    host | worker                  the owner of a run; a process that trains
-    client | sampler | decisions | changes | feed | circle  named arrays at a host; which samples a worker takes; train,
-                                   validate or stop; settings that a person changes meanwhile; batches that others make;
-                                   the workers as equals
-    center                         the shared parameters
-    rules | pace | schedules | wire | adapters | story  what an exchange does, when it is due, learning rates, how
-                                   processes talk, models as flat arrays, what became of a run
-    record | layout | place | bell | spec  the run folder, places in the flat vector, who am I, waking those who wait,
-                                   classes of users
-    contracts                      what the parts must offer to each other
-    errors
+docs/design.md has a picture of the packages and the table of what to edit for a given change.
 """
 
 import importlib
@@ -29,12 +12,12 @@ from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
-    from maniple.cli.session import Session
     from maniple.client import Client
     from maniple.controller import Controller
+    from maniple.feed.local_feed import Feed
     from maniple.feed.prefetch import Prefetch
-    from maniple.feed.producer import Feed
     from maniple.pool import Pool
+    from maniple.session import Session
 
 __version__ = "0.1.0"
 
@@ -65,10 +48,10 @@ __all__ = [
 _LATER = {  # so that `import maniple` stays light
     "Client": "maniple.client",
     "Controller": "maniple.controller",
-    "Feed": "maniple.feed.producer",
+    "Feed": "maniple.feed.local_feed",
     "Pool": "maniple.pool",
     "Prefetch": "maniple.feed.prefetch",
-    "Session": "maniple.cli.session",
+    "Session": "maniple.session",
 }
 
 

@@ -1,20 +1,21 @@
-"""The seams between the layers: what a model, a rule and a center must offer to each other."""
+"""Interfaces between the layers: what models, rules, centers and collectives offer to each other."""
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-OnValue = Callable[[int, Array], None]  # sees entry i's value while it is copied
+OnValue = Callable[[int, Array], None]  # receives the value of entry i while it is copied
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named array of a model, as every worker must have it."""
+    """One named array of a model. Every worker must have the same ones."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,48 +31,48 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Moment:
-    """What a rule may know of the instant of an exchange."""
+class ExchangeInfo:
+    """What a rule may depend on in one exchange."""
 
     step: int = 0  # optimizer steps this worker has made
     live: int = 1  # p, the workers alive now
-    staleness: int = 0  # exchanges by others on this parameter since this worker's last one
+    staleness: int = 0  # writes of this parameter by others since this worker's last exchange
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one exchange, pull or push did."""
+    """The result of one exchange, pull or push."""
 
     size_bytes: int = 0
     staleness: float = 0.0  # mean over the parameters
-    refused: list[str] = field(default_factory=list[str])  # parameters with non-finite offers
-    torn: list[str] = field(default_factory=list[str])  # parameters another worker died in the middle of
-    live: int = 0  # p when it ended, where the host has told
-    wire_bytes: int = 0  # what went through the socket, headers and all; 0 in shared memory
+    refused: list[str] = field(default_factory=list[str])  # parameters with non-finite values, which were refused
+    torn: list[str] = field(default_factory=list[str])  # parameters that another worker was writing when it died
+    live: int = 0  # p at the end, where the host reports it
+    wire_bytes: int = 0  # bytes through the socket, headers included; 0 in shared memory
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """What the host does with a value that a worker has sent, and how a rule is told over the wire.
+class Operation:
+    """An operation that the host applies to a worker's value x and the center's value c.
 
     elastic      d = x - c;  x -= b d;  c += a d
     blend        c = a c + b x;  x = c
-    compensated  the same, with b divided by staleness + 1
+    compensated  as blend, with b divided by staleness + 1
     replace      c = x, if all of x is finite
-    swap         the same, if nobody has written since the version that the worker saw
+    swap         as replace, if c still has the version that the worker saw
     """
 
     name: str
     a: float = 1.0
     b: float = 1.0
-    is_change: bool = False  # x is what the worker changed since it last took the center's value
+    is_change: bool = False  # x is what the worker has changed since it last received c
 
 
-class Model(Protocol):
-    """A model seen as named flat arrays. Adapters make one of a framework's model.
+class FlatModel(Protocol):
+    """A model as named flat arrays. Adapters provide it for the models of a framework.
 
-    `begin()` comes before a pass over the entries; `array(i)` then holds entry i in the center's dtype,
-    flat and contiguous (the parameter's own memory where possible); `commit(i)` writes it back.
+    `begin()` is called before a pass over the entries. `array(i)` then returns entry i in the center's dtype, flat and
+    contiguous (the parameter's own memory where possible), and `commit(i)` writes it back.
     """
 
     @property
@@ -82,31 +83,33 @@ class Model(Protocol):
 
 
 class Exchanger(Protocol):
-    """The part of a rule that a center calls, once per parameter, under that parameter's lock."""
+    """The part of a rule that a center calls, once per parameter and under its lock."""
 
-    def act(self, moment: Moment) -> Act | None:
-        """The rule as an act of the host; None if only `exchange` knows it."""
+    def operation(self, moment: ExchangeInfo) -> Operation | None:
+        """The operation of the host that is equivalent to `exchange`; None if there is none."""
         ...
 
     def rounded(self, x: Array, memory: Array) -> None:
-        """Called after an exchange with what a replica in half precision holds of it."""
+        """Called after an exchange with the replica's value rounded to half precision."""
         ...
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
-        """Change replica `x` and center `c` in place; False if some offered values were not finite."""
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
+        """Change replica `x` and center `c` in place; return False if non-finite values were refused."""
         ...
 
 
 class Center(Protocol):
-    """The shared parameters. One suite, `tests/contract/test_center.py`, holds for every implementation."""
+    """The shared parameters. `tests/contract/test_center.py` tests every implementation."""
 
     @property
     def live(self) -> int: ...
-    def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome: ...
-    def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome: ...
-    def push(self, model: Model, on_value: OnValue | None = None) -> Outcome: ...
+    def exchange(
+        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+    ) -> Outcome: ...
+    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome: ...
+    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome: ...
     def release(self) -> None:
-        """Let go of what can come back when it is needed."""
+        """Free memory that can be restored when it is needed."""
         ...
 
     def close(self) -> None: ...
@@ -114,43 +117,86 @@ class Center(Protocol):
 
 @dataclass(slots=True)
 class Round:
-    """What one meeting of the circle did."""
+    """What one all-reduce did."""
 
-    ranks: tuple[int, ...]  # whose values are in it
-    weight: float = 1.0  # the sum of their weights; 0: all have come to their end
+    ranks: tuple[int, ...]  # the workers whose values are in it
+    weight: float = 1.0  # the sum of their weights; 0: all have finished training
     waited_s: float = 0.0  # for the others
     nonfinite: dict[int, int] = field(default_factory=dict[int, int])  # whose values were left out, and the entry
 
 
-class Resident(Protocol):
-    """Flat vectors that live where the circle reduces them, one per dtype, so that nothing is copied."""
+class ResidentVectors(Protocol):
+    """Flat vectors that live where they are reduced, one per dtype, so that nothing is copied."""
 
     @property
     def flat(self) -> dict[str, Any]:
-        """NumPy arrays; torch tensors if they were asked for on a device."""
+        """NumPy arrays; torch tensors if they were requested on a device."""
         ...
 
     def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
-        """Replace the vectors by what all workers' vectors make together: the same bits for everybody."""
+        """Replace the vectors by the reduction of all workers' vectors: the same bits on all workers."""
         ...
 
 
-Part = tuple[str, int, int]  # a dtype, and where the part begins and ends in its vector
+Bucket = tuple[str, int, int]  # dtype, and start and end in the vector of that dtype
 
 
-class Parted(Resident, Protocol):
-    """Flat vectors whose parts go out one after the other, in an order that is the same for all workers."""
+class BucketedVectors(ResidentVectors, Protocol):
+    """Flat vectors whose parts are sent one after the other, in an order that is the same for all workers."""
 
     def begin(self, op: str, *, weight: float = 1.0) -> None:
-        """The next part is complete: let it go out. `all_reduce` sends those that are left, and waits for all."""
+        """Send the next part, which is complete. `all_reduce` sends those that are left, and waits for all."""
         ...
 
 
-class Circle(Protocol):
-    """The workers as equals. One suite, `tests/contract/test_circle.py`, holds for every implementation.
+class ElasticMembership(Protocol):
+    """Membership of a group whose workers may join and leave at any time."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the others have not gone on without this worker."""
+        ...
+
+    def join(self, write_state: Callable[[Path, int], None] | None = None) -> bool:
+        """Become a member. True if the others were there already: then begin with `await_state()`.
+
+        `write_state(path, barrier)` writes the state that newcomers of a barrier begin with.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Take no part from the next call on."""
+        ...
+
+    def provide_state(self) -> None:
+        """Write the state for newcomers, if there are any and it is this worker's turn. Call it before each round."""
+        ...
+
+    def await_state(self) -> Path | None:
+        """The file with the others' state; None if nobody is left to write it."""
+        ...
+
+    @property
+    def dependents(self) -> "list[ElasticMembership]":
+        """Groups that admit those for whom this worker waits here: they arrive here only once they are admitted."""
+        ...
+
+    def admit_awaited(self) -> None: ...
+    def has_arrived(self, rank: int) -> bool: ...
+    def awaits(self, rank: int) -> bool:
+        """Whether this worker waits here for `rank`."""
+        ...
+
+    def blocks(self, rank: int) -> bool:
+        """Whether `rank` waits here for this worker."""
+        ...
+
+
+class Collectives(Protocol):
+    """A group of workers. One suite, `tests/contract/test_collectives.py`, holds for every implementation.
 
     Arrays are flat, contiguous and numeric. `op` is sum, mean, min, max or prod; a mean counts each worker's values
-    `weight` times. `wire` is float32 (as they are), float16 or bfloat16: how floating-point values travel; they are
+    `weight` times. `wire` is float32 (no compression), float16 or bfloat16: how floating-point values travel; they are
     added up in float32, and all workers get the same bits. All workers make the same calls in the same order: another
     call, dtype or size on the other side is a CallMismatch that names both.
     """
@@ -159,19 +205,29 @@ class Circle(Protocol):
     def rank(self) -> int: ...
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The workers that belong to it now, in the order of their ranks."""
+        """The current members, in order."""
         ...
 
     @property
     def name(self) -> str:
-        """shared, torch or mpi."""
+        """shared, torch, mpi or alone."""
+        ...
+
+    @property
+    def elastic(self) -> ElasticMembership | None:
+        """How workers join and leave; None where the members are fixed."""
+        ...
+
+    @property
+    def background(self) -> "BackgroundCollectives | None":
+        """How values are sent while the worker computes; None where they are not."""
         ...
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round: ...
     def reduce(
         self, x: Array, out: Array | None, op: str, *, root: int, weight: float = 1.0, wire: str = "float32"
     ) -> Round:
-        """As all_reduce, but only worker `root` gets `out`; None elsewhere."""
+        """As all_reduce, but only worker `root` gets the result; `out` is None elsewhere."""
         ...
 
     def broadcast(self, x: Array, *, root: int, wire: str = "float32") -> None:
@@ -179,33 +235,36 @@ class Circle(Protocol):
         ...
 
     def gather(self, x: Array, *, root: int, wire: str = "float32") -> list[Array] | None:
-        """All workers' arrays in the order of `ranks`, for worker `root`; lengths may differ."""
+        """All workers' arrays in the order of `ranks`, at worker `root`; lengths may differ."""
         ...
 
     def all_gather(self, x: Array, *, wire: str = "float32") -> list[Array]: ...
     def scatter(self, parts: Sequence[Array] | None, *, root: int, dtype: str, wire: str = "float32") -> Array:
-        """The own one of worker `root`'s `parts`, one per worker in the order of `ranks`; lengths may differ."""
+        """This worker's part of worker `root`'s `parts`, one per worker in the order of `ranks`; lengths may differ."""
         ...
 
     def barrier(self) -> None: ...
-    def whole(self) -> AbstractContextManager[None]:
-        """The calls in this block are one: nobody enters in between."""
+    def one_call(self) -> AbstractContextManager[None]:
+        """Admit no newcomers between the calls in this block."""
         ...
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> Resident: ...
+    def reserve(self, size: int) -> None:
+        """Reserve what calls with arrays of up to `size` bytes need, while there is room; may need nothing."""
+        ...
+
+    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors: ...
     def report_long_waits(self, on_report: Callable[[Sequence[int], float, bool], None]) -> None:
-        """Call `on_report` with whom this worker waits for, for how long, and whether it is over: if it is long."""
+        """Call `on_report` during and after long waits: the ranks waited for, seconds so far, whether it is over."""
         ...
 
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Background(Protocol):
-    """A circle that carries values while its worker computes."""
+class BackgroundCollectives(Protocol):
+    """Collectives that send values while the worker computes."""
 
     def reside_in_parts(
-        self, sizes: dict[str, int], parts: Sequence[Part], *, wire: str = "float32", device: str = "cpu"
-    ) -> Parted:
-        """Vectors as of `reside`; the parts, all of them together, are the vectors."""
+        self, sizes: dict[str, int], parts: Sequence[Bucket], *, wire: str = "float32", device: str = "cpu"
+    ) -> BucketedVectors:
+        """Vectors as `reside` gives them; `parts` cover them completely."""
         ...

@@ -1,24 +1,24 @@
-"""Errors: what is wrong with the value given, the limit or the other side's value, what to do.
+"""The errors of maniple. Each message says what is wrong, the limit or the other side's value, and what to do.
 
     ManipleError                     exit code 4
-    ├── InvalidArgument (ValueError)           2   a value the user gave cannot be used
+    ├── InvalidArgument (ValueError)           2   a value from the user cannot be used
     │   └── Conflict                           2   the script and the command line disagree
-    ├── SharedMemoryFull (OSError)             3   the operating system refused the center's memory
-    ├── QueueRefused                           3   the batch queue refused what it was asked
-    ├── LayoutMismatch                         1   this worker's parameters are not the center's
-    ├── Diverged                               1   a replica kept offering values that are not finite
-    ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the text says who was waited for
-    ├── PeerLost                               1   another worker is gone, and this circle cannot go on without it
-    ├── CallMismatch                           1   workers made different calls where all make the same
-    ├── Desynced                               1   replicas that must be identical are not
-    ├── HostAway (ConnectionError)             1   the host cannot be reached now
-    ├── NotAdmitted                            1   the other side does not know the token, or is another run
+    ├── SharedMemoryFull (OSError)             3   the system refused the center's memory
+    ├── QueueRefused                           3   the batch queue refused a request
+    ├── LayoutMismatch                         1   parameters of this worker and of the center differ
+    ├── Diverged                               1   a replica kept sending non-finite values
+    ├── WaitedTooLong (TimeoutError)           1   a deadline passed; the message says what for
+    ├── PeerLost                               1   a worker is gone that this collective needs
+    ├── CallMismatch                           1   workers called different collectives
+    ├── Desynced                               1   replicas that must be equal differ
+    ├── HostAway (ConnectionError)             1   the host is not reachable now
+    ├── NotAdmitted                            1   authentication failed, or it is another run
     ├── BadFrame                               1   the other side does not speak this protocol
-    ├── HandlerFailed                          1   the controller's own code failed over a question
-    ├── ProducerFailed                         1   a feed's producer ended with an error, or was killed
-    └── WorkerFailed                           1   a worker ended with an error and may not be restarted
+    ├── HandlerFailed                          1   the user's controller raised an exception
+    ├── ProducerFailed                         1   a producer of a feed failed or was killed
+    └── WorkerFailed                           1   a worker failed and may not be restarted
 
-A command that ends by one of them exits with the number beside it.
+The number is the exit code of a command that ends with the error.
 """
 
 import sys
@@ -33,35 +33,35 @@ class ManipleError(Exception):
 
 
 class InvalidArgument(ManipleError, ValueError):
-    """A value the user gave cannot be used."""
+    """A value from the user cannot be used."""
 
     exit_code = 2
 
 
 class Conflict(InvalidArgument):
-    """The script and the command line ask for different things."""
+    """The script and the command line disagree."""
 
 
 class SharedMemoryFull(ManipleError, OSError):
-    """The center does not fit into the memory that the system grants."""
+    """The center does not fit into shared memory."""
 
     exit_code = 3
 
 
 class QueueRefused(ManipleError):
-    """The batch queue refused what it was asked, or did not answer."""
+    """The batch queue refused a request, or did not answer."""
 
     exit_code = 3
 
 
 class LayoutMismatch(ManipleError):
-    """The parameters of this worker are not those of the center."""
+    """The parameters of this worker and of the center differ in names, shapes or types."""
 
     exit_code = 1
 
 
 class Diverged(ManipleError):
-    """A replica offered non-finite values several times in a row; the center refused them."""
+    """A replica sent non-finite values several times in a row; the center refused them."""
 
     exit_code = 1
 
@@ -73,49 +73,49 @@ class WaitedTooLong(ManipleError, TimeoutError):
 
 
 class PeerLost(ManipleError):
-    """Another worker is gone, and the circle cannot go on without it."""
+    """A worker is gone that the collective cannot continue without."""
 
     exit_code = 1
 
 
 class CallMismatch(ManipleError):
-    """Workers made different calls where all make the same."""
+    """Workers called different collectives, or with different arguments."""
 
     exit_code = 1
 
 
 class Desynced(ManipleError):
-    """Replicas that must be identical are not."""
+    """Replicas that must be equal to the bit differ."""
 
     exit_code = 1
 
 
 class HostAway(ManipleError, ConnectionError):
-    """The host cannot be reached now. Workers train on and try again, until a deadline."""
+    """The host is not reachable now. Workers train on and retry until a deadline."""
 
     exit_code = 1
 
 
 class NotAdmitted(ManipleError):
-    """The other side does not know this run's token, or serves another run."""
+    """The other side does not have this run's token, or belongs to another run."""
 
     exit_code = 1
 
 
 class BadFrame(ManipleError):
-    """What came is no frame of this protocol; the connection cannot be used further."""
+    """Received bytes are no frame of this protocol; the connection is closed."""
 
     exit_code = 1
 
 
 class HandlerFailed(ManipleError):
-    """The controller's own code failed over a question of this worker; the text has its traceback."""
+    """The user's controller raised an exception while it answered this worker; the message has its traceback."""
 
     exit_code = 1
 
 
 class ProducerFailed(ManipleError):
-    """A producer ended with an error, or was killed: batches are missing. The text has its traceback."""
+    """A producer failed or was killed, so batches are missing. The message has its traceback."""
 
     exit_code = 1
 
@@ -144,15 +144,15 @@ KINDS = {
 
 
 def raise_remote(kind: str, reason: str) -> NoReturn:
-    """Raise, on this side, the error that the other side named."""
+    """Raise the error that the other side has sent, as its own class."""
     raise KINDS.get(kind, ManipleError)(reason)
 
 
 def require_printable(what: str, text: str) -> None:
-    """Raise InvalidArgument if `text` holds a line break or another control character: a name or a value with one of
-    them would end a line of a script, a file name or a terminal's output early."""
+    """Raise InvalidArgument if `text` holds a control character: a line break would end a line of a job script early,
+    and an escape would reach the terminal."""
     if not text.isprintable():
-        first = next(sign for sign in text if not sign.isprintable())
+        first = next(character for character in text if not character.isprintable())
         raise InvalidArgument(
             f"{what} {text[:200]!r} holds the control character {first!r}; only printable ones can be used. "
             "Leave it out."
@@ -160,6 +160,6 @@ def require_printable(what: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Tell a person something on standard error. Where that is full or gone, it must not end a worker."""
+    """Print a message on standard error. If that is full or closed, the worker continues."""
     with suppress(OSError, ValueError):
         print(f"maniple: {text}", file=sys.stderr, flush=True)

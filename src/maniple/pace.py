@@ -1,18 +1,10 @@
-"""The pace: when an exchange is due. Pure: time comes in as an argument, in seconds from the first step on.
-
-A pace is asked after each step and told about each exchange:
-
-    expect(cost_s, size_bytes)       a first guess, before anything was exchanged
-    due(steps, now)                  steps since the last exchange
-    exchanged(cost_s, size_bytes)
-    failed(cost_s, spread)           the host could not be reached; `spread`, from 0 to 1, differs between workers
-"""
+"""The pace: when an exchange is due. Pure: time comes in as an argument."""
 
 import statistics
 from collections import deque
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from maniple.errors import Conflict, InvalidArgument
 
@@ -20,16 +12,30 @@ _DECAY = 0.2  # the weight of the newest cost in the estimate of the next one
 _STEPS = 5  # their median is the usual step: one or two pauses among them do not change it
 
 
-class Pace(Protocol):
-    """When an exchange is due."""
+class Pace:
+    """When an exchange is due. `due` is called after each step, `exchanged` after each exchange."""
 
-    def expect(self, cost_s: float, size_bytes: int) -> None: ...
-    def due(self, steps: int, now: float) -> bool: ...
-    def exchanged(self, cost_s: float, size_bytes: int) -> None: ...
-    def failed(self, cost_s: float, spread: float) -> None: ...
+    def expect(self, cost_s: float, size_bytes: int) -> None:
+        """Set a first estimate of the cost, before anything was exchanged."""
+
+    def due(self, steps: int, now: float) -> bool:
+        """Whether an exchange is due, `steps` after the last one and `now` seconds after the replica was shared."""
+        raise NotImplementedError
+
+    def exchanged(self, cost_s: float, size_bytes: int) -> None:
+        """Note an exchange that was made."""
+
+    def failed(self, cost_s: float, spread: float) -> None:
+        """Note that the host could not be reached. `spread`, from 0 to 1, differs between workers."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
-class Every:
+class Every(Pace):
     """An exchange every `n` steps."""
 
     def __init__(self, n: int = 10) -> None:
@@ -37,31 +43,15 @@ class Every:
             raise InvalidArgument(f"Every({n!r}) is no pace: the number of steps is 1 or more. Write Every(10).")
         self.n = n
 
-    def expect(self, cost_s: float, size_bytes: int) -> None:
-        """Nothing to expect."""
-
     def due(self, steps: int, now: float) -> bool:
-        """`steps` have passed since the last exchange."""
         del now
         return steps >= self.n
-
-    def exchanged(self, cost_s: float, size_bytes: int) -> None:
-        """Nothing to learn."""
-
-    def failed(self, cost_s: float, spread: float) -> None:
-        """It is tried again after the next step."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Every) and other.n == self.n
-
-    def __hash__(self) -> int:
-        return hash(self.n)
 
     def __repr__(self) -> str:
         return f"Every({self.n})"
 
 
-class RateLimit:
+class RateLimit(Pace):
     """As many exchanges as fit into a share of wall time, and no more, in any stretch of a few exchanges.
 
     An exchange that began at `b` and cost `c` seconds is followed by the next one no earlier than
@@ -74,7 +64,7 @@ class RateLimit:
 
     The first one waits until its expected cost is within the share when it ends. The expected cost is smoothed
     (`e += 0.2 (cost - e)`, where a single delay counts as `2 e` at most); if it grows, the next exchange waits for
-    the difference. `bytes_per_s` limits the traffic in the same way, with `size / bytes_per_s` in place of
+    the difference. `bytes_per_s` limits the traffic, with `size / bytes_per_s` in place of
     `c / maximum_rate`. An exchange that fails counts with its cost, and as one of the usual cost at least.
 
     Args:
@@ -161,12 +151,6 @@ class RateLimit:
         traffic_s = 0.0 if self.bytes_per_s is None else size_bytes / self.bytes_per_s
         return max(cost_s / self.maximum_rate, traffic_s)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RateLimit) and repr(self) == repr(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
     def __repr__(self) -> str:
         limit = "" if self.bytes_per_s is None else f", bytes_per_s={self.bytes_per_s}"
         return f"RateLimit({self.maximum_rate}{limit})"
@@ -186,7 +170,7 @@ def parse_pace(text: str) -> Pace:
 
 
 def change_pace(pace: Pace, wish: Mapping[str, Any]) -> Pace:
-    """The pace that a person wishes while training goes on, `every` or `maximum_rate`; without a wish, the same one."""
+    """The pace after a live change of `every` or `maximum_rate`; the same one without such a change."""
     if len(wish) > 1:
         raise Conflict(f"{' and '.join(sorted(wish))} are two kinds of pace. Give one of them.")
     if "every" in wish:

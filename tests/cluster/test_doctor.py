@@ -9,7 +9,7 @@ from tests.process.conftest import MANIPLE
 
 
 def doctor(cluster: Cluster, *arguments: str, folder: Path) -> Findings:
-    """What is found on h0, where ssh is told how to reach the others."""
+    """What is found on h0, where ssh knows how to reach the others."""
     ssh = folder / "bin" / "ssh"
     if not ssh.exists():
         ssh.parent.mkdir()
@@ -62,4 +62,4 @@ def test_other_machines_are_looked_at_by_ssh(cluster: Cluster, tmp_path):
     assert_found(found, "far folder", "grave", f"h2 has no train.py in {tmp_path}", "scp")
     assert_found(found, "way back", "ok", "h1 reaches this machine as h0")
     assert_found(found, "way there", "ok", "a port of h2 is reached")
-    assert_found(found, "far machine", "warning", "h1 has", "-n 1000 workers on each host")
+    assert_found(found, "far machine", "warning", "h1: 2 of 2 cores", "1000 workers share them")

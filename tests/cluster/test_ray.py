@@ -97,7 +97,7 @@ def test_workers_are_placed_by_ray_and_a_lost_one_again(cluster: Cluster, tmp_pa
     assert_found(found, "resources", "warning", "3 fit at a time", "-n 4", "--cpus-per-worker")
     run = Submitted(cluster, tmp_path, "one", "--restarts", "1", samples=800)
     run.await_training()
-    cluster.on(1, "pkill", "-9", "-n", "-f", "ray::Carrier")  # with its actor, a worker is gone
+    cluster.on(1, "pkill", "-9", "-n", "-f", "ray::WorkerActor")  # with its actor, a worker is gone
     assert run.process.wait(180) == 0, run.output.read_text()
     assert "restart 1 of 1" in run.output.read_text()
     assert sum(len(run.rows(f"worker-{rank}", "join")) for rank in range(2)) == 3
@@ -117,7 +117,7 @@ def test_nothing_stays_on_the_cluster_when_the_command_is_ended(cluster: Cluster
         assert run.process.wait(PATIENCE_S) == 130, run.output.read_text()
         assert load_file(run.folder / "center" / "center-0.safetensors")["w"].min() > 0, "the center is saved"
     runs[2].process.wait(PATIENCE_S)
-    await_(lambda: not cluster.on(1, "pgrep", "-f", "train.py|ray::Carrier", check=False))
+    await_(lambda: not cluster.on(1, "pgrep", "-f", "train.py|ray::WorkerActor", check=False))
     assert len(list(cluster.memory(1).glob("maniple-*"))) == 1, "what was killed is saved by the next run there"
 
 

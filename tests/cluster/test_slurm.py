@@ -136,7 +136,7 @@ def test_an_array_trains_one_model_though_tasks_are_cancelled_requeued_and_out_o
     job = submitted.jobs()["workers"]
     assert queue(cluster).count("RUNNING") == 3
 
-    cluster.on(0, "scontrol", "update", f"jobid={job}_2", "TimeLimit=1")  # it is told a minute before: now
+    cluster.on(0, "scontrol", "update", f"jobid={job}_2", "TimeLimit=1")  # it is warned a minute before: now
     cluster.on(0, "scancel", f"{job}_0")
     submitted.await_rows(0, "leave")
     cluster.on(0, "scontrol", "requeue", f"{job}_1")
@@ -144,7 +144,7 @@ def test_an_array_trains_one_model_though_tasks_are_cancelled_requeued_and_out_o
     for late in (3, 4):
         assert submitted.await_rows(late, "log")[0]["begin"] > 0, "it starts from the center"
     submitted.await_rows(2, "leave")
-    assert "training" in (told := submitted.call("status", "runs/run")) and "alive on h0" in told, told
+    assert "training" in (status := submitted.call("status", "runs/run")) and "alive on h0" in status, status
 
     (submitted.folder / "quick").touch()
     assert going.wait(PATIENCE_S) == 0, submitted.output
@@ -177,8 +177,8 @@ def test_a_host_in_the_queue_is_preempted_comes_back_elsewhere_and_is_stopped(cl
     exchanges = [len(submitted.rows(task, "exchange")) for task in range(2)]
     for task in range(2):
         submitted.await_rows(task, "exchange", exchanges[task] + 2)
-    told = submitted.call("status", "runs/run")
-    assert "alive on h2" in told and f"{jobs['host']} (host): 1 running on h2" in told, told
+    status = submitted.call("status", "runs/run")
+    assert "alive on h2" in status and f"{jobs['host']} (host): 1 running on h2" in status, status
     starts = submitted.rows("host", "start")
     assert starts[0]["lineage"] == starts[1]["lineage"] and starts[1]["restored"] == 1
     assert "nothing was lost" in (submitted.run / "logs" / "host.log").read_text()
@@ -254,7 +254,7 @@ def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cl
     assert re.search("does not answer|is dead", submitted.call("status", "runs/run"))
     serve = ("serve", "--listen", "0.0.0.0:0", "--resume", "runs/run")
     successor = cluster.start(0, MANIPLE, *serve, folder=submitted.folder, output=submitted.folder / "successor")
-    # A worker that is told to end while its host is away waits for it for a while only.
+    # A worker that is ordered to end while its host is away waits for it for a while only.
     exchanges = len(submitted.rows(0, "exchange"))
     submitted.await_rows(0, "exchange", exchanges + 2)
     cluster.on(0, "scancel", f"{submitted.jobs()['workers']}_0")  # so that the third starts, and finds it too
@@ -265,7 +265,7 @@ def test_workers_of_a_host_that_was_killed_find_its_successor_and_are_stopped(cl
     submitted.assert_accounted()
 
 
-def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, tmp_path: Path):
+def test_a_task_that_fails_is_reported_with_its_last_lines(cluster: Cluster, tmp_path: Path):
     """In a folder whose name needs care."""
     (tmp_path / 'it\'s #1, 50% "done"').mkdir()
     submitted = Submitted(cluster, tmp_path / 'it\'s #1, 50% "done"')
@@ -281,7 +281,7 @@ def test_a_task_that_fails_is_told_with_its_last_lines(cluster: Cluster, tmp_pat
     assert "ValueError: mine" in (submitted.run / "logs" / "worker-1.log").read_text()
 
 
-def test_what_slurm_refuses_is_told_in_its_words(cluster: Cluster, submitted: Submitted):
+def test_what_slurm_refuses_is_reported_in_its_words(cluster: Cluster, submitted: Submitted):
     said = cluster.on(0, *submitted.command("-n", "2", "--partition", "none"), folder=submitted.folder, check=False)
     assert "invalid partition specified: none" in said
     said = cluster.on(

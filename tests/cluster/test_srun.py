@@ -28,7 +28,7 @@ COUNT = """
         worker.record("trained", samples=[int(i) for i in batch])
         time.sleep(float(sys.argv[1]))
     answer = worker.ask("next")
-    print(f"[{worker.rank}/{worker.world} on {worker.node}, near {worker._place.is_near}: {answer}]", flush=True)
+    print(f"[{worker.rank}/{worker.world} on {worker.node}, near {worker._environment.is_near}: {answer}]", flush=True)
 """
 
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,16 +10,15 @@ import pytest
 
 from maniple import ASGD, EASGD, Downpour, Rule
 from maniple.adapters import adapt
-from maniple.center import Segment, Shared
-from maniple.center.link import Link
-from maniple.center.tcp import Tcp
-from maniple.contracts import Center, Moment, Outcome
+from maniple.center import Segment, SharedCenter
+from maniple.center.tcp_client import TcpCenter
+from maniple.connection.link import Link
+from maniple.contracts import Center, ExchangeInfo, Outcome
 from maniple.errors import InvalidArgument, LayoutMismatch
 from maniple.layout import Layout
-from maniple.wire.messages import Join
-from maniple.worker.control import Control
+from maniple.wire.messages import JoinRequest
+from maniple.worker.heartbeat_sender import HeartbeatSender
 
-from ..conftest import require
 from ..serving import Serving
 
 Params = dict[str, np.ndarray]
@@ -38,11 +36,11 @@ class SharedCenters:
 
     def __init__(self, root: Path) -> None:
         self._segment = Segment.create(root, "0123456789abcdef", root)
-        self._opened: list[Shared] = []
+        self._opened: list[SharedCenter] = []
 
     def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
         segment = Segment(self._segment.path)
-        center, is_creator = Shared.open_or_create(segment, "center-0", adapt(params), rank=rank)
+        center, is_creator = SharedCenter.open_or_create(segment, "center-0", adapt(params), rank=rank)
         segment.mark(rank, 1)
         self._opened.append(center)
         return center, is_creator
@@ -58,16 +56,16 @@ class TcpCenters:
 
     def __init__(self, root: Path) -> None:
         self._host = Serving(root)
-        self._controls: list[Control] = []
+        self._controls: list[HeartbeatSender] = []
 
     def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
         door = self._host.door()
-        control = Control(door, Join("here", 1, -1, 0), count=lambda: (0, 0, False))
+        control = HeartbeatSender(door, JoinRequest("here", 1, -1, 0), count=lambda: (0, 0, False))
         control.join(10)
         control.start()
         self._controls.append(control)
         link = Link(door, "data")
-        return Tcp.open_or_create(link, "center-0", adapt(params), rank=rank, deadline_s=10, live=self._live)
+        return TcpCenter.open_or_create(link, "center-0", adapt(params), rank=rank, deadline_s=10, live=self._live)
 
     def _live(self) -> int:
         return self._host.segment.live
@@ -78,35 +76,7 @@ class TcpCenters:
         self._host.close()
 
 
-class MpiCenters:
-    """A center in a window of a job of one rank; each worker sees it by an object of its own."""
-
-    def __init__(self, root: Path) -> None:
-        require("mpi", find_spec("mpi4py") is not None, "no mpi4py")
-        from mpi4py import MPI
-
-        from maniple.center.job import Job
-
-        self._job = Job(MPI.COMM_SELF.Dup(), deadline_s=60)
-        self._spread: Any = None
-
-    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
-        from maniple.center.mpi import Mpi
-        from maniple.center.spread import Spread
-
-        is_creator, model = self._spread is None, adapt(params)
-        if is_creator:
-            self._spread = Spread.make(self._job, "center-0", model, "")
-        else:
-            Layout(model.entries).require(self._spread.layout, "worker 0")
-            self._spread.window.add(0, 0, 1)  # in a job of several ranks all are counted at once
-        return Mpi(self._spread, rank=rank), is_creator
-
-    def close(self) -> None:
-        self._job.close(is_whole=True)
-
-
-CENTERS = {"shared": SharedCenters, "tcp": TcpCenters, "mpi": MpiCenters}
+CENTERS = {"shared": SharedCenters, "tcp": TcpCenters}
 
 
 @pytest.fixture(params=CENTERS)
@@ -132,8 +102,8 @@ class Worker:
     def push(self) -> Outcome:
         return self.center.push(self.model, self._remember)
 
-    def exchange(self, rule: Any, moment: Moment | None = None) -> Outcome:
-        return self.center.exchange(self.model, rule, self.memory, moment or Moment())
+    def exchange(self, rule: Any, moment: ExchangeInfo | None = None) -> Outcome:
+        return self.center.exchange(self.model, rule, self.memory, moment or ExchangeInfo())
 
     def _remember(self, i: int, value: np.ndarray) -> None:
         self.memory[i][:] = value
@@ -167,7 +137,7 @@ def seen(centers: Centers, params: Params) -> Params:
 # Creation
 
 
-def test_first_creator_wins_and_everybody_gets_the_settled_value(centers):
+def test_first_creator_wins_and_everybody_gets_its_value(centers):
     first, second = Worker(centers, some(1), rank=1), Worker(centers, some(2), rank=0)
     assert (first.is_creator, second.is_creator) == (True, False)
     assert_all(first.params, 1)

@@ -9,15 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from maniple.environment import Environment, variables_for
 from maniple.errors import Conflict, HostAway, InvalidArgument, ProducerFailed, WaitedTooLong
-from maniple.feed import roll
-from maniple.feed.batches import Batches
-from maniple.feed.near import NearSink, NearSource
-from maniple.feed.producer import Feed
-from maniple.feed.ring import EMPTY, MARK, STATE, Ring
-from maniple.launch.producers import Producers
-from maniple.place import Place, environment
-from tests.contract.feeding import WAIT_S, Alone, Ends, for_seconds, kill, push, together
+from maniple.feed import producer_registry
+from maniple.feed.local_feed import Batches, Feed, LocalConsumer, LocalProducer
+from maniple.feed.ring import EMPTY, Ring
+from maniple.launch.services import Producers
+from tests.contract.feed_ends import WAIT_S, Alone, Ends, for_seconds, kill, push, together
 
 from ..serving import Serving
 
@@ -122,13 +120,13 @@ def test_producer_waits_at_the_mark_and_memory_is_bounded_by_it(ends):
                 time.sleep(0.002)
             time.sleep(0.02)  # it could push more now, if it were not held back
             assert len(pushed) <= taken + 3
-            assert ring.words[STATE : STATE + 256].tolist().count(EMPTY) >= 253
+            assert ring.table.state.tolist().count(EMPTY) >= 253
             assert source.take(WAIT_S)[0][0] == taken
         assert list(Batches("x", source)) == []
 
     together(produce, consume)
     slots = list(ring.folder.glob("slot-*"))
-    assert len(slots) == ring.words[MARK] == 3
+    assert len(slots) == ring.table.high_water[0] == 3
     assert sum(slot.stat().st_size for slot in slots) <= 3 * (12 * 20_000 * 8 + (1 << 16))
 
 
@@ -146,7 +144,7 @@ def test_traceback_of_a_producer_reaches_every_worker_each_time(ends):
 
 
 def test_killed_producer_is_an_error_and_not_the_end(ends, monkeypatch):
-    monkeypatch.setattr(roll, "AWAY_S", 0.5)  # of the host, which is in this process
+    monkeypatch.setattr(producer_registry, "RECONNECT_S", 0.5)  # of the host, which is in this process
     code = """
         import time, maniple
         feed = maniple.Feed("x")
@@ -166,18 +164,18 @@ def test_batch_of_a_worker_killed_while_taking_it_goes_to_another(ends):
     sink = ends.sink(high_water=2)
     push(sink, [1.0])
     push(sink, [2.0])
-    where = "maniple.wire.stream.Stream, 'receive_into'" if ends.is_far else "maniple.feed.near.NearSource, '_copy'"
+    near, far = "maniple.feed.local_feed.LocalConsumer, '_copy'", "maniple.wire.frames.Stream, 'receive_into'"
     code = f"""
-        import time, maniple.feed.near, maniple.wire.stream
-        from maniple.feed.batches import _source
-        from maniple.place import find
+        import time, maniple.feed.local_feed, maniple.wire.frames
+        from maniple.feed.local_feed import open_consumer
+        from maniple.environment import read_environment
 
         def stall(*_):
             print("here", flush=True)
             time.sleep(600)
 
-        setattr({where}, stall)
-        _source(find(), "x").take(60)
+        setattr({far if ends.is_far else near}, stall)
+        open_consumer(read_environment(), "x").take(60)
     """
     process = ends.spawn(code)
     kill(process)
@@ -199,14 +197,14 @@ def test_producer_killed_while_filling_a_slot_leaves_the_room_to_others(tmp_path
     ends = Ends(Alone(tmp_path), False)
     try:
         code = """
-            import time, maniple, maniple.feed.batch
+            import time, maniple, maniple.feed.ring
             feed = maniple.Feed("x", high_water=1)
 
             def stall(*_):
                 print("here", flush=True)
                 time.sleep(600)
 
-            maniple.feed.batch.Batch.write = stall
+            maniple.feed.ring.FeedBatch.write = stall
             feed.push([1.0])
         """
         process = ends.spawn(code)
@@ -248,7 +246,7 @@ def test_what_producers_disagree_on_is_said(ends):
     first = ends.sink(high_water=4, index=0, count=2)
     with pytest.raises(Conflict, match=r"high_water=5(?s:.*)4"):
         ends.sink(high_water=5, index=1, count=2)
-    with pytest.raises(Conflict, match="producer 0 of feed 'x' has come already"):
+    with pytest.raises(Conflict, match="producer 0 of feed 'x' has registered already"):
         ends.sink(index=0, count=2)
     second = ends.sink(index=1, count=2)
     first.end(None)
@@ -270,7 +268,7 @@ def test_producers_that_tell_no_place_get_the_next_one(ends):
 
 
 def test_producer_that_never_comes_is_not_waited_for_without_end(ends, monkeypatch):
-    monkeypatch.setattr(roll, "COME_S", 0.3)
+    monkeypatch.setattr(producer_registry, "REGISTER_S", 0.3)
     with pytest.raises(WaitedTooLong, match="a producer for feed 'x', and none came"):
         list(ends.batches())
     ends.sink("y", index=0, count=2).end(None)
@@ -279,8 +277,8 @@ def test_producer_that_never_comes_is_not_waited_for_without_end(ends, monkeypat
 
 
 def test_wrong_name_is_said_while_the_producers_wait_for_room_elsewhere(ends, monkeypatch):
-    monkeypatch.setattr(roll, "COME_S", 0.2)
-    roll.begin(ends.host.segment.path, 1)
+    monkeypatch.setattr(producer_registry, "REGISTER_S", 0.2)
+    producer_registry.reset_producers(ends.host.segment.path, 1)
     sink = ends.launched("batches", 0, high_water=2)
     push(sink, [1.0])
     # There is room: it may do anything next.
@@ -293,10 +291,10 @@ def test_wrong_name_is_said_while_the_producers_wait_for_room_elsewhere(ends, mo
 
 
 def test_wait_for_a_producer_begins_when_none_is_seen(ends, monkeypatch):
-    monkeypatch.setattr(roll, "COME_S", 0.3)
+    monkeypatch.setattr(producer_registry, "REGISTER_S", 0.3)
     ring = Ring(ends.host.segment.path, "x")
     ends.opened.append(ring)
-    watch = roll.Watch(ring)
+    watch = producer_registry.ProducerMonitor(ring)
     time.sleep(0.4)  # the worker did something else
     assert not watch.has_ended()
     time.sleep(0.4)
@@ -306,14 +304,14 @@ def test_wait_for_a_producer_begins_when_none_is_seen(ends, monkeypatch):
 
 def test_producers_of_a_killed_launcher_have_failed_if_no_others_are_started(ends):
     path = ends.host.segment.path
-    roll.begin(path, 2)
+    producer_registry.reset_producers(path, 2)
     sinks = [ends.launched(name, number) for number, name in enumerate(("ended", "x"))]
     push(sinks[0], [1.0])
     sinks[0].end(None)
-    roll.mark(path, 0, is_well=True)
+    producer_registry.record_exit(path, 0, is_well=True)
     sinks[1].close()  # as its death does
     job, host = SimpleNamespace(feeds=[], producers=1), SimpleNamespace(segment=ends.host.segment)
-    Producers(job, host, threads={}, reach=Place())
+    Producers(job, host, threads={}, reach=Environment())
     with pytest.raises(ProducerFailed, match="producer 0 of feed 'x' ended before its data did"):
         list(ends.batches(should_stop=for_seconds(20)))
     assert len(list(ends.batches("ended"))) == 1
@@ -321,12 +319,12 @@ def test_producers_of_a_killed_launcher_have_failed_if_no_others_are_started(end
 
 def test_new_producers_of_a_launcher_leave_the_feeds_of_others_alone(ends):
     path = ends.host.segment.path
-    roll.begin(path, 1)
+    producer_registry.reset_producers(path, 1)
     by_hand, old = ends.sink("mine"), ends.launched("x", 0)
     push(by_hand, [1.0])
     push(old, [2.0])
     old.close()  # as its death does
-    roll.begin(path, 1)
+    producer_registry.reset_producers(path, 1)
     new = ends.launched("x", 0)
     push(new, [3.0])
     new.end(None)
@@ -338,9 +336,9 @@ def test_new_producers_of_a_launcher_leave_the_feeds_of_others_alone(ends):
 def test_producer_started_by_hand_may_come_before_the_launchers(ends, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     path = ends.host.segment.path
-    roll.begin(path, 2)
+    producer_registry.reset_producers(path, 2)
     early = ends.sink()
-    for name, value in environment(Place(segment=path, producer=0, producers=1, producer_number=1)).items():
+    for name, value in variables_for(Environment(segment=path, producer=0, producers=1, producer_number=1)).items():
         monkeypatch.setenv(name, value)
     feed = Feed("x", high_water=4)
     assert (feed.index, feed.count) == (0, 1)  # its share is as if the other had not come
@@ -349,8 +347,8 @@ def test_producer_started_by_hand_may_come_before_the_launchers(ends, monkeypatc
     early.end(None)
     batches = iter(ends.batches(should_stop=for_seconds(WAIT_S)))
     assert sorted(next(batches)[0].tolist() for _ in range(2)) == [[1.0], [2.0]]
-    feed._sink.close()  # as its death does
-    roll.mark(path, 1, is_well=False)
+    feed._producer.close()  # as its death does
+    producer_registry.record_exit(path, 1, is_well=False)
     with pytest.raises(ProducerFailed, match=r"producer-1\.log"):
         list(batches)
     feed._is_closed = True
@@ -359,8 +357,8 @@ def test_producer_started_by_hand_may_come_before_the_launchers(ends, monkeypatc
 def test_ends_of_the_run_are_noticed_by_those_who_wait(tmp_path):
     host = Alone(tmp_path)
     try:
-        sink = NearSink(host.segment.path, "x", index=0, count=1, number=-1, high_water=1)
-        source = NearSource(host.segment.path, "y")
+        sink = LocalProducer(Environment(segment=host.segment.path, producer=0), "x", 1)
+        source = LocalConsumer(host.segment.path, "y")
         push(sink, [1.0])
     finally:
         host.close()  # and the memory is gone

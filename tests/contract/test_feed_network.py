@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maniple.center.link import Door
+from maniple.connection.link import Endpoint
+from maniple.environment import Environment
 from maniple.errors import HostAway, ManipleError
-from maniple.feed import remote
-from maniple.feed.batches import Batches
-from maniple.feed.remote import RemoteSink, RemoteSource
+from maniple.feed import remote_feed as remote
+from maniple.feed.local_feed import Batches
+from maniple.feed.remote_feed import RemoteConsumer, RemoteProducer
 from maniple.feed.ring import Ring
-from maniple.place import Place
 from maniple.wire.address import Address
-from tests.contract.feeding import WAIT_S, Ends, push, together
+from tests.contract.feed_ends import WAIT_S, Ends, push, together
 
 from ..serving import TOKEN, Serving
 
 
 def test_connection_that_breaks_after_a_quiet_time_is_mended(tmp_path):
     host = Serving(tmp_path)
-    place = Place(address=str(host.address), token=TOKEN, host_deadline_s=0.2)
-    sink, source = RemoteSink(place, "x", 4), RemoteSource(place, "x")
+    environment = Environment(address=str(host.address), token=TOKEN, host_deadline_s=0.2)
+    sink, source = RemoteProducer(environment, "x", 4), RemoteConsumer(environment, "x")
     push(sink, [1.0])
     assert source.take(WAIT_S)[0].tolist() == [1.0]
     time.sleep(0.4)
     for one in (sink, source):
-        one._line._link.abort()
+        one._link.abort()
     push(sink, [2.0])
     sink.end(None)
     assert [arrays[0].tolist() for arrays in Batches("x", source)] == [[2.0]]
@@ -38,11 +38,11 @@ def test_connection_that_breaks_after_a_quiet_time_is_mended(tmp_path):
 
 
 def test_producer_that_ends_does_not_wait_long_for_a_host_that_is_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_LAST_S", 0.2)
+    monkeypatch.setattr(remote, "_END_S", 0.2)
     host = Serving(tmp_path)
-    sink = RemoteSink(Place(address=str(host.address), token=TOKEN), "x", 4)
-    sink._line._link.abort()
-    sink._line._link._door = Door(Address(path=str(tmp_path / "gone")), TOKEN)
+    sink = RemoteProducer(Environment(address=str(host.address), token=TOKEN), "x", 4)
+    sink._link.abort()
+    sink._link._endpoint = Endpoint(Address(path=str(tmp_path / "gone")), TOKEN)
     with pytest.raises(HostAway, match=r"away for 0\.2 s"):
         sink.end(None)
     sink.close()
@@ -64,7 +64,7 @@ def test_pushes_survive_broken_connections_exactly_once(tmp_path):
 
     def cut() -> None:
         while not done.wait(rng.uniform(0.0, 0.03)):
-            sink._line._link.abort()
+            sink._link.abort()
 
     together(produce, cut, lambda: taken.extend(int(arrays[0][0]) for arrays in batches))
     for one in ends.opened:
@@ -90,7 +90,7 @@ def test_worker_whose_connection_breaks_goes_on(tmp_path):
 
     def cut() -> None:
         while not done.wait(0.02):
-            source._line._link.abort()
+            source._link.abort()
 
     together(produce, consume, cut)
     for one in ends.opened:
@@ -100,35 +100,35 @@ def test_worker_whose_connection_breaks_goes_on(tmp_path):
 
 
 def test_hostile_words_on_a_feed_are_refused(tmp_path):
-    from maniple.center.link import Door, Link
-    from maniple.wire import batches as said
+    from maniple.connection.link import Endpoint, Link
+    from maniple.wire import messages as said
     from maniple.wire.messages import Refusal
 
     host = Serving(tmp_path)
     try:
         for first, second in (
-            (said.Supply("../x", 0, 1, 4), None),
-            (said.Supply("x", 7, 1 << 40, 4), None),
-            (said.Fetch(""), None),
-            (said.Room(), None),
-            (said.Supply("x", -1, 1, 4), said.Push(1, -5)),
-            (said.Supply("x", -1, 1, 4), said.Push(0, 8)),
-            (said.Supply("x", -1, 1, 4), said.Got(1)),
+            (said.RegisterProducer("../x", 0, 1, 4), None),
+            (said.RegisterProducer("x", 7, 1 << 40, 4), None),
+            (said.FetchBatch(""), None),
+            (said.SendBatch(), None),
+            (said.RegisterProducer("x", -1, 1, 4), said.PushBatch(1, -5)),
+            (said.RegisterProducer("x", -1, 1, 4), said.PushBatch(0, 8)),
+            (said.RegisterProducer("x", -1, 1, 4), said.BatchReceived(1)),
         ):
-            link = Link(Door(host.address, TOKEN), "feed")
+            link = Link(Endpoint(host.address, TOKEN), "feed")
             stream = link.stream()
             stream.send(first)
             if second is not None:
-                assert isinstance(stream.receive_message(), said.Supplied)
+                assert isinstance(stream.receive_message(), said.ProducerRegistered)
                 stream.send(second)
             assert isinstance(stream.receive_message(), Refusal)
             link.drop()
-        link = Link(Door(host.address, TOKEN), "feed")
+        link = Link(Endpoint(host.address, TOKEN), "feed")
         stream = link.stream()
-        for message, payload in ((said.Supply("z", -1, 1, 4), b""), (said.Push(1, 64), b"")):
+        for message, payload in ((said.RegisterProducer("z", -1, 1, 4), b""), (said.PushBatch(1, 64), b"")):
             stream.send(message, payload)
             stream.receive_message()
-        stream.send(said.Batch(1), b"\xff" * 64)  # no batch
+        stream.send(said.BatchData(1), b"\xff" * 64)  # no batch
         refusal = stream.receive_message()
         assert isinstance(refusal, Refusal) and refusal.kind == "BadFrame"
         link.drop()

@@ -7,15 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from maniple.center import Segment, sweep
-from maniple.center.locks import ByteLocks
-from maniple.center.segment import abandoned, is_guarded, segment_path
 from maniple.cli import cli
+from maniple.connection.find_host import find_host, locate_to_watch
 from maniple.errors import InvalidArgument
 from maniple.host import Host
-from maniple.host.gate import _token
-from maniple.host.reach import reach_to_watch
-from maniple.launch.whereabouts import find_host
-from maniple.worker.runs import has_center
+from maniple.host.listener import _token
+from maniple.memory.locks import ByteLocks
+from maniple.memory.segment import abandoned_segments, has_live_host, segment_path
+from maniple.worker.external_launch import has_center
 from tests.conftest import require
 
 OTHER = 65534
@@ -67,7 +66,7 @@ def squatted(request, tmp_path, monkeypatch):
 def test_it_is_not_adopted_by_a_run_that_goes_on(squatted, tmp_path):
     run, segment, reason = squatted
     before = sorted(path.name for path in segment.iterdir())
-    for act in (Host.resume, Host.go_on):
+    for act in (Host.resume, Host.start_prepared):
         with pytest.raises(InvalidArgument, match=reason) as error:
             act(tmp_path / "shm", run, {})
         assert "MANIPLE_SHM" in str(error.value) and str(segment) in str(error.value)
@@ -81,14 +80,14 @@ def test_it_is_not_adopted_by_a_run_that_goes_on(squatted, tmp_path):
 def test_it_is_not_watched_and_status_says_why(squatted):
     run, segment, reason = squatted
     with pytest.raises(InvalidArgument, match=reason):
-        reach_to_watch(str(run))
-    assert not is_guarded(segment)
+        locate_to_watch(str(run))
+    assert not has_live_host(segment)
     where = find_host(run)
-    assert not where.is_alive and not where.is_dead and reason in where.words
-    told = CliRunner().invoke(cli, ["status", str(run)])
-    assert reason in told.output
-    told = CliRunner().invoke(cli, ["change", str(run), "alpha=0.5"])
-    assert told.exit_code != 0 and reason in str(told.exception) + told.output
+    assert not where.is_alive and not where.is_dead and reason in where.description
+    result = CliRunner().invoke(cli, ["status", str(run)])
+    assert reason in result.output
+    result = CliRunner().invoke(cli, ["change", str(run), "alpha=0.5"])
+    assert result.exit_code != 0 and reason in str(result.exception) + result.output
 
 
 def test_it_is_neither_swept_nor_counted_nor_taken_for_a_center(squatted):
@@ -97,7 +96,7 @@ def test_it_is_neither_swept_nor_counted_nor_taken_for_a_center(squatted):
     saved = []
     assert sweep(segment.parent, lambda *about: saved.append(about)) == []
     assert not saved and (segment / "members").exists()
-    assert abandoned(segment.parent) == []
+    assert abandoned_segments(segment.parent) == []
     assert not has_center(run)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maniple.contracts import Moment
+from maniple.contracts import ExchangeInfo
 from maniple.rules import ASGD, EASGD, Downpour, Rule
 
 GOLDEN = Path(__file__).with_name("histories.json")
@@ -35,7 +35,7 @@ def history(rule: Rule) -> list[list[float]]:
         w = (0, 1, 2, 1)[turn % 4]
         for _ in range(2):
             replicas[w] -= 0.2 * (replicas[w] - targets[w])
-        rule.exchange(replicas[w], c, memories[w], Moment(step=2 * turn, live=3, staleness=turn % 3))
+        rule.exchange(replicas[w], c, memories[w], ExchangeInfo(step=2 * turn, live=3, staleness=turn % 3))
         path.append([float(value) for value in c])
     return path
 

@@ -8,7 +8,7 @@ fastest at 1 step and diverges at 64.
 import numpy as np
 import pytest
 
-from maniple.contracts import Moment
+from maniple.contracts import ExchangeInfo
 from maniple.rules import EASGD, Downpour, Rule
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -53,7 +53,7 @@ def train(rule: Rule, period: int, seed: int, *, workers: int = 4, alone: bool =
             replicas[w] -= np.float32(0.1) * loss_and_gradient(replicas[w], x[batch], y[batch])[1]
             made[w] += 1
             if made[w] % period == 0:
-                rule.exchange(replicas[w], c, memories[w], Moment(step=int(made[w]), live=workers))
+                rule.exchange(replicas[w], c, memories[w], ExchangeInfo(step=int(made[w]), live=workers))
         spread = float(np.mean([np.linalg.norm(r - c) for r in replicas]) / np.linalg.norm(c))
         return loss_and_gradient(c, x[1400:], y[1400:])[0], spread
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from maniple.launch.slurm import Order, Resources, host_text, workers_text
+from maniple.queues.queue import JobRequest, QueueResources
+from maniple.queues.slurm import Slurm
 
+SLURM = Slurm()
 GOLDEN = Path(__file__).with_name("slurm")
-PLAIN = Order(
-    Resources(instances=4),
+PLAIN = JobRequest(
+    QueueResources(instances=4),
     run=Path("/home/me/runs/train-1"),
     folder=Path("/home/me"),
     python=Path("/opt/venv/bin/python"),
@@ -20,7 +22,7 @@ PLAIN = Order(
 )
 FULL = replace(
     PLAIN,
-    resources=Resources(
+    resources=QueueResources(
         instances=8,
         max_simultaneous=3,
         allocation="jvb-000-ag",
@@ -43,12 +45,12 @@ AWKWARD = replace(
 )
 MODEL = replace(PLAIN, command=("-m", "maniple.model", "net.py:Net", "--model-arg=lr=0.1"))
 TEXTS = {
-    "plain": workers_text(PLAIN),
-    "full": workers_text(FULL, after="4711"),
-    "awkward": workers_text(AWKWARD),
-    "model": workers_text(MODEL),
-    "host": host_text(PLAIN),
-    "host-full": host_text(FULL),
+    "plain": SLURM.workers_script(PLAIN),
+    "full": SLURM.workers_script(FULL, after="4711"),
+    "awkward": SLURM.workers_script(AWKWARD),
+    "model": SLURM.workers_script(MODEL),
+    "host": SLURM.host_script(PLAIN),
+    "host-full": SLURM.host_script(FULL),
 }
 
 

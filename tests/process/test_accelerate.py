@@ -44,7 +44,7 @@ def test_what_is_shared_is_neither_wrapped_nor_shared_out_again(run: Any, tmp_pa
                 found[name] = f"refused: {error}"
         Path(f"found-{worker.rank}").write_text(json.dumps(found))
     """
-    done = run(script, "-n", "2", "--circle", "torch")
+    done = run(script, "-n", "2", "--collectives", "torch")
     assert done.process.returncode == 0, done.output
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}").read_text())

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import require
-from tests.contract.circle_ranks import find_mpiexec
+from tests.contract.collectives_ranks import find_mpiexec
 
 from .conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
 
@@ -285,7 +285,7 @@ def test_waiting_has_a_deadline_and_names_who_and_where(run: Any):
             time.sleep(60)
         worker.all_reduce(np.zeros(5))
     """
-    done = run(script, "-n", "2", "--circle-deadline", "1")
+    done = run(script, "-n", "2", "--collectives-deadline", "1")
     assert done.description["exit_code"] == 1
     assert "worker 1 in all_reduce" in done.log(0) and "limit 1 s" in done.log(0)
 
@@ -318,8 +318,8 @@ def test_comparing_replicas_needs_no_memory_that_was_not_there_from_the_beginnin
 
 
 @pytest.mark.usefixtures("without_numba")
-@pytest.mark.parametrize(("circle", "world"), [("shared", 3), ("torch", 2)])
-def test_who_waits_for_a_stopped_worker_says_so(start: Any, circle: str, world: int):
+@pytest.mark.parametrize(("collectives", "world"), [("shared", 3), ("torch", 2)])
+def test_who_waits_for_a_stopped_worker_says_so(start: Any, collectives: str, world: int):
     script = """
         import numpy as np, maniple
         worker = maniple.join()
@@ -329,7 +329,7 @@ def test_who_waits_for_a_stopped_worker_says_so(start: Any, circle: str, world: 
             replica.reduce({"w": np.ones(4, np.float32)})
             replica.step()
     """
-    run = start(script, "-n", str(world), "--circle", circle, env=BARE)
+    run = start(script, "-n", str(world), "--collectives", collectives, env=BARE)
     *others, last = range(world)
     stopped = run.pid(last)
     await_(lambda: run.events(last, "progress"))
@@ -390,19 +390,19 @@ def test_the_others_continue_without_a_killed_worker_and_resume_where_they_are(s
         [MANIPLE, "run", "--resume", str(run.folder)], cwd=run.folder.parent.parent, stdout=subprocess.PIPE, text=True
     )
     assert again.stdout is not None
-    told = next(line for line in again.stdout if "it continues from step" in line)
+    line = next(text for text in again.stdout if "it continues from step" in text)
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=PATIENCE_S)
-    assert int(told.partition("epoch ")[2].partition(",")[0]) >= 5, told
+    assert int(line.partition("epoch ")[2].partition(",")[0]) >= 5, line
 
 
 @pytest.mark.usefixtures("without_numba")
 def test_over_torch_a_killed_worker_is_named_and_ends_the_run(start: Any):
-    run = start(TRAIN, "-n", "3", "--circle", "torch", "--circle-deadline", "20", args=("10000", "0.02"))
+    run = start(TRAIN, "-n", "3", "--collectives", "torch", "--collectives-deadline", "20", args=("10000", "0.02"))
     run.await_event(2, "log", count=5)
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.wait() == 1
-    assert "worker 1 was killed by SIGKILL, and workers that meet in the circle torch cannot continue" in run.output
+    assert "worker 1 was killed by SIGKILL, and collectives over torch cannot continue" in run.output
 
 
 REPEAT = """
@@ -430,22 +430,22 @@ REPEAT = """
 """
 
 
-@pytest.mark.parametrize("circle", ["shared", "torch", "mpi"])
-def test_deterministic_runs_are_the_same_to_the_bit(run: Any, tmp_path: Path, circle: str):
+@pytest.mark.parametrize("collectives", ["shared", "torch", "mpi"])
+def test_deterministic_runs_are_the_same_to_the_bit(run: Any, tmp_path: Path, collectives: str):
     found = []
-    env = {} if circle == "shared" else BARE
+    env = {} if collectives == "shared" else BARE
     for _ in range(2):
-        if circle == "mpi":
+        if collectives == "mpi":
             launcher = find_mpiexec()
             require("mpi", launcher is not None and find_spec("mpi4py") is not None, "no mpi4py with mpiexec of mpich")
             (tmp_path / "script.py").write_text(textwrap.dedent(REPEAT))
-            asked = os.environ | env | {"MANIPLE_DETERMINISTIC": "1", "MANIPLE_CIRCLE": "mpi"}
+            asked = os.environ | env | {"MANIPLE_DETERMINISTIC": "1", "MANIPLE_COLLECTIVES": "mpi"}
             command = [str(launcher), "-n", "2", sys.executable, "script.py"]
             done = subprocess.run(command, cwd=tmp_path, env=asked, capture_output=True, text=True, timeout=PATIENCE_S)
             assert done.returncode == 0, done.stdout + done.stderr
             said = done.stdout
         else:
-            going = run(REPEAT, "-n", "2", "--deterministic", "--circle", circle, env=env)
+            going = run(REPEAT, "-n", "2", "--deterministic", "--collectives", collectives, env=env)
             assert going.description["exit_code"] == 0, going.output
             said = going.log(0) + going.log(1)
         found.append(sorted(re.findall(r"\[(\d) ([0-9a-f]{64})\]", said)))
@@ -462,4 +462,4 @@ def test_rules_that_depend_on_who_is_faster_are_not_deterministic(run: Any):
     """
     done = run(script, "-n", "2", "--deterministic")
     assert done.description["exit_code"] == 2
-    assert "depends on who comes first" in done.log(0) + done.log(1)
+    assert "depends on which comes first" in done.log(0) + done.log(1)

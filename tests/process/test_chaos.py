@@ -171,7 +171,7 @@ def test_a_killed_host_is_followed_by_one_that_finds_the_center_in_memory(serve,
     assert "no exchange was lost" in host.output
 
 
-def test_loss_of_the_memory_goes_on_from_the_snapshot_and_every_worker_is_told(serve, tmp_path):
+def test_lost_memory_is_restored_from_the_snapshot_and_every_worker_is_notified(serve, tmp_path):
     host = serve("--snapshot-every", "3")
     stop = tmp_path / "stop"
     workers = [host.join(COUNTING, str(stop), "2000", "0.01") for _ in range(2)]  # one parameter: acknowledged or not
@@ -193,11 +193,11 @@ def test_loss_of_the_memory_goes_on_from_the_snapshot_and_every_worker_is_told(s
         await_(lambda rank=rank: [row for row in exchanges(successor, rank) if row["timestamp"] > died + 0.5])
     stop.touch()
     steps = [steps_of(worker) for worker in workers]
-    told = [successor.await_event(rank, "restored") for rank in range(2)]
-    assert all(len(rows) == 1 for rows in told)
+    restored = [successor.await_event(rank, "restored") for rank in range(2)]
+    assert all(len(rows) == 1 for rows in restored)
     # What was acknowledged before the loss and is not in the snapshot is lost; all the rest is there, once.
     acknowledged = [
-        max(row["step"] for row in exchanges(successor, rank) if row["end"] <= told[rank][0]["timestamp"])
+        max(row["step"] for row in exchanges(successor, rank) if row["end"] <= restored[rank][0]["timestamp"])
         for rank in range(2)
     ]
     expected = snapshot + sum(steps) - sum(acknowledged)

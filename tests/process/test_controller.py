@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import maniple
-from maniple.controller.loading import load
 from maniple.errors import InvalidArgument
-from tests.process.controlling import BEGIN, logged, resume
+from maniple.host.server_process import load_controller
+from tests.process.controller_scripts import BEGIN, logged, resume
 
 from .conftest import PATIENCE_S, await_
 
@@ -117,8 +117,8 @@ def test_questions_and_answers_of_all_forms(run, control):
     for rank in range(2):
         assert logged(done, rank, "failed") == [1]
         own, unknown, form = logged(done, rank, "refused")
-        assert "maniple's own" in own
-        assert "nobody here answers 'nobody knows this'" in unknown
+        assert "are reserved" in own
+        assert "the controller does not answer 'nobody knows this'" in unknown
         assert "object" in form
     last = max((logged(done, rank, "state")[0] for rank in range(2)), key=lambda state: state["sum"])
     assert last == {"most": 1, "sum": 100}, "one question at a time, and each one counts"
@@ -231,13 +231,13 @@ def test_controller_that_cannot_be_used_ends_the_run_with_a_word(run, control, s
         (None, "Mine cannot be made with no arguments: .*'greeting'"),
     ],
 )
-def test_file_without_the_class_that_was_asked_for_is_refused(control, monkeypatch, source, words):
+def test_file_without_the_requested_class_is_refused(control, monkeypatch, source, words):
     if source is not None:
         control.write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "control", None)
     with pytest.raises(InvalidArgument, match=words):
-        load(f"{control}:Mine")
+        load_controller(f"{control}:Mine")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_mistakes_on_the_command_line_are_named_before_anything_is_made(run, con
 def test_members_come_and_go_are_written_down_and_counted(start, control, tmp_path):
     """Lost when silent (SIGSTOP) and returned; lost at once when killed, and restarted; left. `alpha` follows.
 
-    Meanwhile one handler sleeps for longer than a worker waits for an answer to its beat: that delays no beat.
+    Meanwhile one handler sleeps for longer than a worker waits for an answer to its heartbeat, which is not delayed.
     """
     going = start(
         BEGIN.replace("rule=maniple.Downpour()", "rule=maniple.EASGD()").replace("Every(1)", "Every(10**9)") + """
@@ -307,7 +307,7 @@ def test_members_come_and_go_are_written_down_and_counted(start, control, tmp_pa
     assert await_(lambda: logged(going, 0, "greeting")) == [["hello"]], "later questions are answered"
     assert logged(going, 0, "waited")[0] < 8.5, "its own deadline, not the handler's 9 s"
     assert "'sleep' within 0.5 s" in logged(going, 0, "error")[0]
-    assert {row["worker"] for row in going.events("server", "lost")} == {1}, "the beats of the others were heard"
+    assert {row["worker"] for row in going.events("server", "lost")} == {1}, "the heartbeats of the others arrived"
     killed = going.pid(0)
     os.kill(killed, signal.SIGKILL)
     row("lost", 0)
@@ -430,14 +430,14 @@ def test_question_after_the_end_of_the_run_is_not_waited_for(serve):
     assert "has ended" in output
 
 
-def test_served_controller_leaves_no_open_door(tmp_path):
+def test_controller_of_serve_leaves_no_open_port(tmp_path):
     """In a notebook, say, the process goes on after `serve()`: the port is free again."""
     controller = maniple.Controller()
     serving = threading.Thread(target=controller.serve, kwargs={"name": "mine", "runs": str(tmp_path / "runs")})
     serving.start()
     described = tmp_path / "runs" / "mine" / "host.json"
     port = await_(lambda: described.exists() and json.loads(described.read_text()))["port"]
-    await_(lambda: not serving.is_alive() or controller.decisions.powers is not None)
+    await_(lambda: not serving.is_alive() or controller.policy.host is not None)
     controller.stop("enough")
     serving.join(PATIENCE_S)
     assert not serving.is_alive()

@@ -22,7 +22,7 @@ def test_a_full_shared_memory_is_found(tiny, monkeypatch):
     monkeypatch.setenv("MANIPLE_SHM", str(memory))
     assert_found(looked("memory"), "memory", "warning", f"{memory} has 8 MB free of 8", "--shm-size", "MANIPLE_SHM")
     assert_found(looked("memory", model_mb=4), "memory", "ok")
-    assert_found(looked("memory", model_mb=4, workers=4), "memory", "warning", "a rule of the circle needs 20 MB")
+    assert_found(looked("memory", model_mb=4, workers=4), "memory", "warning", "a synchronous rule needs 20 MB")
     (memory / "fill").write_bytes(bytes(6 << 20))
     assert_found(looked("memory", model_mb=4), "memory", "grave", "2 MB free of 8", "the center needs 4 MB")
 
@@ -131,8 +131,8 @@ def test_all_of_a_machine_is_looked_at_in_one_call(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runs/nowhere"], "'runs/nowhere' is no folder, and no HOST:PORT"),
-        (["node-07:http"], "'node-07:http' is no address"),
+        (["runs/nowhere"], "'runs/nowhere' is neither a folder nor HOST:PORT"),
+        (["node-07:http"], "'node-07:http' is not an address"),
         (["nowhere.yaml"], "there is no session file 'nowhere.yaml'"),
         (["--partition", "gpu"], "add --slurm, or --ray"),
         (["-n", "0"], "1 worker or more"),

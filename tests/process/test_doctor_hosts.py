@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from maniple.record.folder import versions
+from maniple.wire.auth import authenticate_client
+from maniple.wire.frames import Stream
 from maniple.wire.messages import Welcome
-from maniple.wire.proof import admit
-from maniple.wire.stream import Stream
 from tests.doctoring import assert_found, doctor, grave, looked
 
 from .conftest import PATIENCE_S, await_, is_gone
@@ -81,9 +82,9 @@ def greets() -> Iterator[Callable[[bytes], str]]:
 
 
 def test_another_version_of_the_protocol_is_found(greets):
-    _, found = doctor(greets(b"mnpl\x02\x00" + bytes(10)))
+    _, found = doctor(greets(b"mnpl\x03\x00" + bytes(10)))
     assert grave(found) == {"greeting"}
-    assert_found(found, "greeting", "grave", "version 2 of the protocol, this one 1", "Install the same maniple")
+    assert_found(found, "greeting", "grave", "version 3 of the protocol, this one 2", "Install the same maniple")
     _, found = doctor(greets(b"SSH-2.0-OpenSSH_9.2p1\r\n"))
     assert_found(found, "greeting", "grave", "b'SSH-' does not begin a frame of maniple")
 
@@ -96,14 +97,14 @@ def test_a_host_that_breaks_off_is_found(tmp_path):
         def serve() -> None:
             link, _ = listener.accept()
             with link:
-                admit(Stream(link), "a token", lambda mac: Welcome(mac, "lineage", 0, 0.0))
+                authenticate_client(Stream(link), "a token", lambda mac: Welcome(mac, "lineage", 0, 0.0))
 
         threading.Thread(target=serve, daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         code, found = doctor("--token-file", str(tmp_path / "token"), address)
     assert code == 1
     assert grave(found) == {"center"}
-    assert_found(found, "center", "grave", "let this one in, and then broke off", "logs/server.log")
+    assert_found(found, "center", "grave", "accepted the token and then broke off", "logs/server.log")
 
 
 def test_what_keeps_a_worker_out_is_found(serve, tmp_path, monkeypatch):
@@ -222,7 +223,7 @@ def test_what_is_wrong_with_a_run_folder_is_found(serve, tmp_path):
     assert_found(looked("leftovers"), "leftovers", "ok")
 
 
-def test_a_run_that_has_ended_or_does_not_listen_is_told_so(run, tmp_path):
+def test_a_run_that_has_ended_or_does_not_listen_is_reported(run, tmp_path):
     done = run("import numpy as np, maniple; maniple.join().share({'w': np.zeros(3)})", "-n", "1")
     code, found = doctor(str(done.folder))
     assert code == 1
@@ -246,7 +247,7 @@ def test_a_host_that_waits_in_a_queue_and_a_full_disk_are_found(tiny):
 
 def test_rows_are_found_among_many_others(tmp_path, monkeypatch):
     """Also where a block of the file ends in the middle of one, and in a file that follows another."""
-    monkeypatch.setattr("maniple.doctor.run._BLOCK", 1000)
+    monkeypatch.setattr("maniple.doctor.run_folder._BLOCK", 1000)
     (tmp_path / "events").mkdir()
     other = (
         '{"timestamp":1.0,"loss":1.5,"event":"log"}\n{"timestamp":1.0,"text":"\\"event\\":\\"share\\"","event":"log"}\n'
@@ -292,7 +293,18 @@ def test_what_is_wrong_between_machines_is_found(ssh, monkeypatch):
     assert_found(found, "far versions", "grave", "127.0.0.1 has maniple 9.9.9", "is here", "Install maniple")
     assert_found(found, "way back", "grave", "as nowhere.invalid", "127.0.0.1 works", "--listen 127.0.0.1:0")
     assert_found(found, "way there", "ok", "a port of 127.0.0.1 is reached")
+    assert_found(found, "far machine", "ok", "127.0.0.1: a process may open")
     assert_found(found, "way there", "warning", "no port of nowhere.invalid", "ports 20000 to 29999")
+
+
+def test_a_machine_without_maniple_or_with_an_older_one_is_found(ssh, monkeypatch):
+    version = versions()["maniple"]
+    monkeypatch.setattr("maniple.doctor.hosts._PEER", "import sys; sys.exit(\"No module named 'maniple'\")")
+    found = doctor("--hosts", "h1")[1]
+    assert_found(found, "far versions", "grave", "h1 has no maniple", f"{version} is here", "Install maniple")
+    assert grave(found) == {"far versions"}
+    monkeypatch.setattr("maniple.doctor.hosts._PEER", "import sys; sys.exit('Error: No such option: --peer')")
+    assert_found(doctor("--hosts", "h1")[1], "far versions", "grave", "h1 has another version", "Install maniple")
 
 
 def test_a_machine_without_this_python_and_one_without_ssh_are_found(ssh, monkeypatch):

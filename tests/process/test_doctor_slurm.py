@@ -51,7 +51,7 @@ def test_what_slurm_cannot_give_is_found(slurm, asked, check, words):
     assert_found(found, check, "grave", *words)
 
 
-def test_what_slurm_can_give_is_told(slurm, tmp_path):
+def test_what_slurm_can_give_is_reported(slurm, tmp_path):
     asked = ["--partition", "gpu", "--gpus-per-worker", "2", "--cpus-per-worker", "8", "--walltime", "3:00:00"]
     code, found = doctor("--slurm", *asked, "--runs", str(Path.home() / "runs"))
     assert code == 0, found
@@ -64,7 +64,7 @@ def test_what_slurm_can_give_is_told(slurm, tmp_path):
     assert_found(found, "shared folder", "warning", f"written to {tmp_path}", "--runs")
 
 
-def test_a_session_file_says_what_is_to_be_asked(slurm, tmp_path):
+def test_a_session_file_says_what_to_check(slurm, tmp_path):
     """Of Slurm, if it says so or the command line does; what is typed counts more."""
     (tmp_path / "train.py").touch()
     session = tmp_path / "session.yaml"

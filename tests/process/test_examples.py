@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maniple.place import shared_memory
+from maniple.environment import shared_memory
 
 from .conftest import MANIPLE, Run, await_, is_gone
 
@@ -307,8 +307,8 @@ def test_the_script_for_people_from_ddp_runs_alone_and_in_step(tmp_path):
     assert run.log(1).splitlines()[-1] == run.log(0).splitlines()[-1]  # the same model
 
 
-def test_the_calls_of_the_page_on_the_circle_run_on_two_workers(tmp_path):
-    page = (EXAMPLES.parent / "docs" / "circle.md").read_text()
+def test_the_calls_of_the_collectives_page_run_on_two_workers(tmp_path):
+    page = (EXAMPLES.parent / "docs" / "collectives.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     script = tmp_path / "calls.py"
     script.write_text(code + "print(total.tolist(), [len(r) for r in rows], int(seed))\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maniple.place import shared_memory
+from maniple.environment import shared_memory
 
 from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
 
@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> str:
         (["--every", "0", "train.py"], ["--every 0", "Write --every 10"]),
         (["--maximum-rate", "1.5", "train.py"], ["1.5", "up to 1"]),
         (["--every", "5", "--maximum-rate", "0.5", "train.py"], ["two paces"]),
-        (["--restarts", "-1", "train.py"], ["--restarts -1", "below 0"]),
+        (["--restarts", "-1", "train.py"], ["--restarts -1", "out of range (0 or more)"]),
         (["--name", "a/b", "train.py"], ["'a/b'", "cannot name a run"]),
         (["--wrokers", "2", "train.py"], ["No such option", "--workers"]),
         ([], ["Missing argument 'SCRIPT'"]),
@@ -90,13 +90,13 @@ def test_a_script_that_raises_ends_the_run_with_its_last_lines(run):
     assert np.isfinite(done.center["w"]).all(), "the center is saved all the same"
 
 
-def test_a_script_that_never_joins_is_told_so(run):
+def test_a_script_that_never_joins_is_reported(run):
     done = run("print('I train alone')", "-n", "2")
     assert done.process.returncode == 1
     assert "without calling maniple.join()" in done.output
 
 
-def test_a_script_that_joins_and_shares_nothing_is_told_so(run):
+def test_a_script_that_joins_and_shares_nothing_is_reported(run):
     done = run("import maniple; print(len(list(maniple.join().sampler(20))))", "-n", "2")
     assert done.process.returncode == 0, done.output
     (said,) = [line for line in done.output.splitlines() if "ended without sharing a model" in line]
@@ -111,7 +111,7 @@ def test_a_script_that_joins_and_shares_nothing_is_told_so(run):
         'import numpy as np; maniple.Client().create(f"a{worker.rank}", np.zeros(3))',
     ],
 )
-def test_a_script_that_uses_its_run_without_sharing_a_model_is_not_told_to_share(run, use):
+def test_a_script_that_uses_its_run_without_sharing_a_model_gets_no_warning(run, use):
     done = run(f"import maniple; worker = maniple.join(); {use}", "-n", "2")
     assert done.process.returncode == 0, done.output
     assert "without sharing" not in done.output
@@ -148,14 +148,14 @@ def test_params_that_are_not_chosen_stay_each_workers_own(run):
         assert row["head"] == [rank - 10.0 - rank] * 2, "its own value and gradient"
 
 
-def test_workers_that_choose_different_params_are_told_the_parameter(run):
+def test_error_for_workers_that_choose_different_params_names_the_parameter(run):
     script = "import numpy as np, maniple; w = maniple.join(); w.share({'a': np.zeros(2), 'b': np.zeros(3)}, params="
     done = run(f"{script}['a' if w.rank else 'b'], rule=maniple.BSP())", "-n", "2")
     assert done.process.returncode == 1
     assert "this worker's parameter 0 is 'a' float64[2], but the center has 'b' float64[3]" in done.output
 
 
-def test_workers_with_different_models_are_told_the_parameter(run):
+def test_error_for_workers_with_different_models_names_the_parameter(run):
     done = run(
         """
         import pathlib, time, numpy as np, maniple
@@ -332,13 +332,13 @@ def test_a_signal_just_as_the_run_begins_ends_it_in_order(tmp_path):
     """At the very moment from which on a signal ends the run."""
     program = """
 import os, signal, sys
-from maniple.launch import local
-set_handlers, sent = local._Run._from_now_on, []
+from maniple.launch import run as local
+set_handlers, sent = local._JobRun._handle_signals, []
 def and_send(self, handler):
     set_handlers(self, handler)
     if not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
-local._Run._from_now_on = and_send
+local._JobRun._handle_signals = and_send
 sys.argv = ["maniple", "serve", "--name", "run", "--quiet"]
 from maniple.cli import main
 main()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maniple.launch.meeting import free_port
+from maniple.job import free_port
 from tests.conftest import require
 
 from .conftest import await_, is_gone
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("without_numba")
 
 TRAINING = """
     import os, sys, time, numpy as np, maniple
-    from maniple.place import find
+    from maniple.environment import read_environment
     worker = maniple.join()
     params = {"w": np.zeros(100)}
     replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
     print("here", worker.rank, worker.world, worker.local_rank, worker.device, sys.argv[1:], os.getcwd(), flush=True)
-    worker.log(pid=os.getpid(), seat=type(worker._seat).__name__)
+    worker.log(pid=os.getpid(), connection=type(worker._connection).__name__)
     for step in range(int(sys.argv[1])):
         params["w"] += 1
         replica.step()
@@ -93,7 +93,7 @@ def test_workers_of_other_hosts_train_one_model(start, node, is_elsewhere, tmp_p
         said = f"here {rank} 4 {rank % 2} cpu:{rank % 2} ['30', 'part-{rank}'] {tmp_path}"
         assert said in done.log(rank)
         assert f"W{rank} | {said}" in done.output
-        assert done.events(rank, "log")[0]["seat"] == ("Far" if is_elsewhere else "Near")
+        assert done.events(rank, "log")[0]["connection"] == ("RemoteConnection" if is_elsewhere else "LocalConnection")
         assert done.events(rank, "leave")
     assert [row["node"] for row in done.events("host", "started")] == ["node-1", "node-1", "node-2", "node-2"]
     assert done.center["w"].tolist() == [120] * 100

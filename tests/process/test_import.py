@@ -13,7 +13,9 @@ def test_importing_maniple_imports_no_framework_compiler_or_terminal():
 
 def test_collective_calls_of_arrays_import_no_framework():
     code = (
-        "import sys, numpy; from maniple.circle.calls import Calls; from maniple.circle.alone import Alone; "
-        "Calls(Alone()).all_reduce(numpy.ones(2)); assert not {'torch', 'numba', 'mpi4py'} & set(sys.modules)"
+        "import sys, numpy; from maniple.collectives.api import CollectiveCalls; "
+        "from maniple.collectives.engines import SingleWorker; "
+        "CollectiveCalls(SingleWorker()).all_reduce(numpy.ones(2)); "
+        "assert not {'torch', 'numba', 'mpi4py'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -39,7 +39,7 @@ PARENT = """
             os.wait()
         for _ in range(5):
             gradients = {"w": np.ones(4)}
-            replica.reduce(gradients) if worker.world > 1 and replica.rule.meets == "gradients" else None
+            replica.reduce(gradients) if worker.world > 1 and replica.rule.averages_gradients else None
             params["w"] -= gradients["w"]
             replica.samples = 10
             replica.step()
@@ -92,16 +92,16 @@ def test_a_wrapper_may_start_the_process_that_joins_but_not_two_at_once(start, t
     second, third = (
         next(line for line in run.log(0).splitlines() if line.startswith(who)) for who in ("second", "third")
     )
-    assert second.startswith("second 1") and "worker 0" in second and "has joined already" in second
+    assert second.startswith("second 1") and "worker 0" in second and "has joined and not left" in second
     assert third.startswith("third 0 real worker 0"), "after the first has left"
 
 
-def test_a_subprocess_of_a_guest_of_torchrun_is_refused_and_a_run_of_its_own_is_not(tmp_path, without_numba):
+def test_a_subprocess_of_a_worker_of_torchrun_is_refused_and_a_run_of_its_own_is_not(tmp_path, without_numba):
     (tmp_path / "alone.py").write_text(
         "import maniple, numpy as np\nworker = maniple.join()\nworker.share({'w': np.zeros(2)}).step()\n"
         "print('world', worker.world)\n"
     )
-    (tmp_path / "guest.py").write_text(
+    (tmp_path / "external.py").write_text(
         "import subprocess, sys, numpy as np, maniple\n"
         "worker = maniple.join()\n"
         "replica = worker.share({'w': np.zeros(4)})\n"
@@ -113,10 +113,10 @@ def test_a_subprocess_of_a_guest_of_torchrun_is_refused_and_a_run_of_its_own_is_
         "    print('own', own.returncode, own.stdout.count('world 2'), own.stderr, flush=True)\n"
         "replica.step()\n"
     )
-    env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MANIPLE_NAME": "guests"}
+    env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MANIPLE_NAME": "external"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "guest.py"],
+            [sys.executable, "external.py"],
             cwd=tmp_path,
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

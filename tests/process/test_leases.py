@@ -24,7 +24,7 @@ COMMON = """
     from pathlib import Path
     import numpy as np, maniple
     worker = maniple.join()
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     name = f"{worker.rank}-{os.getpid()}"
     seen = open(f"seen-{name}", "ab", buffering=0)
 
@@ -40,26 +40,26 @@ TRAINING = (
     COMMON
     + """
     params = {"w": np.zeros(10)}
-    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(told.get("every", 5)))
-    sampler = worker.sampler(told["count"], balance=told.get("balance", False))
+    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(settings.get("every", 5)))
+    sampler = worker.sampler(settings["count"], balance=settings.get("balance", False))
     gate("start")
     passes, steps = [], 0
-    epochs = told.get("epochs", 99) if worker.rank != told.get("quits") else 1
+    epochs = settings.get("epochs", 99) if worker.rank != settings.get("quits") else 1
     while not worker.should_stop and sampler.epoch < epochs:
-        if (file := told.get("gates", {}).get(str(sampler.epoch))):
+        if (file := settings.get("gates", {}).get(str(sampler.epoch))):
             gate(file)
         passes.append(0)
-        for batch in sampler.batches(told["batch"]):
+        for batch in sampler.batches(settings["batch"]):
             params["w"] += 1
             replica.step()
             note(sampler.epoch - 1, batch)
             passes[-1] += len(batch)
             steps += 1
-            if steps == told.get("pause"):
+            if steps == settings.get("pause"):
                 gate("go")
-            if told.get("leaves", -1) == worker.rank and passes[-1] >= 3 * told["batch"]:
+            if settings.get("leaves", -1) == worker.rank and passes[-1] >= 3 * settings["batch"]:
                 break
-            time.sleep(told["delays"][worker.rank % len(told["delays"])])
+            time.sleep(settings["delays"][worker.rank % len(settings["delays"])])
     print("passes", passes, flush=True)
 """
 )
@@ -107,7 +107,7 @@ def seen(tmp_path: Path) -> Seen:
     return Seen(tmp_path)
 
 
-def told(**values: object) -> str:
+def script_settings(**values: object) -> str:
     return json.dumps({"delays": [0.001]} | values)
 
 
@@ -123,7 +123,7 @@ def test_each_sample_of_50000_in_5_epochs_though_3_of_8_workers_are_killed_and_2
     dice = random.Random()
     delays = [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004]
     gates = {"2": "go", "4": "last"}
-    settings = told(count=count, epochs=epochs, batch=batch, delays=delays, gates=gates, balance=True)
+    settings = script_settings(count=count, epochs=epochs, batch=batch, delays=delays, gates=gates, balance=True)
     host = serve()
     workers = [host.join(TRAINING, settings) for _ in range(8)]
     seen.await_gate("start", 8)
@@ -164,7 +164,7 @@ def test_each_sample_of_50000_in_5_epochs_though_3_of_8_workers_are_killed_and_2
 
 def test_each_sample_exactly_once_per_epoch_and_fast_workers_take_more(start, seen):
     count, batch = 12_000, 32
-    settings = told(count=count, batch=batch, delays=[0.001, 0.002, 0.004, 0.008], balance=True)
+    settings = script_settings(count=count, batch=batch, delays=[0.001, 0.002, 0.004, 0.008], balance=True)
     run = start(TRAINING, "-n", "4", "--max-epochs", "3", args=(settings,))
     seen.await_gate("start", 4)
     seen.open("start")
@@ -177,7 +177,7 @@ def test_each_sample_exactly_once_per_epoch_and_fast_workers_take_more(start, se
 
 
 def test_each_worker_has_its_share_of_each_pass_however_fast_it_is(start, seen):
-    settings = told(count=2000, batch=20, epochs=3, delays=[0.001, 0.008])
+    settings = script_settings(count=2000, batch=20, epochs=3, delays=[0.001, 0.008])
     run = start(TRAINING, "-n", "2", args=(settings,))
     seen.await_gate("start", 2)
     seen.open("start")
@@ -187,8 +187,8 @@ def test_each_worker_has_its_share_of_each_pass_however_fast_it_is(start, seen):
     assert "not trained on" not in run.output
 
 
-def test_samples_that_nobody_has_taken_are_told_at_the_end_and_trained_on_by_resume(start, seen):
-    settings = told(count=2000, batch=20, epochs=3, quits=1)
+def test_samples_that_nobody_has_taken_are_reported_at_the_end_and_trained_on_by_resume(start, seen):
+    settings = script_settings(count=2000, batch=20, epochs=3, quits=1)
     run = start(TRAINING, "-n", "2", args=(settings,))
     seen.open("start")
     assert run.wait() == 0, run.output
@@ -203,7 +203,7 @@ def test_samples_that_nobody_has_taken_are_told_at_the_end_and_trained_on_by_res
         "--resume",
         "runs/run0",
         "script0.py",
-        told(count=2000, batch=20, epochs=3),
+        script_settings(count=2000, batch=20, epochs=3),
     ]
     again = subprocess.run(command, cwd=seen.folder, capture_output=True, text=True, timeout=PATIENCE_S)
     assert again.returncode == 0, again.stderr
@@ -213,7 +213,7 @@ def test_samples_that_nobody_has_taken_are_told_at_the_end_and_trained_on_by_res
 
 def test_worker_that_leaves_its_passes_early_keeps_nobody_waiting_and_loses_nothing(start, seen):
     count, batch = 3000, 20
-    settings = told(count=count, batch=batch, epochs=3, leaves=0, delays=[0, 0.001], balance=True)
+    settings = script_settings(count=count, batch=batch, epochs=3, leaves=0, delays=[0, 0.001], balance=True)
     run = start(TRAINING, "-n", "2", args=(settings,))
     seen.await_gate("start", 2)
     seen.open("start")
@@ -254,7 +254,7 @@ def test_a_worker_that_joins_after_the_last_sample_says_so(run, loop):
 @pytest.mark.parametrize("how", ["memory", "snapshot"])
 def test_epoch_goes_on_after_the_host_was_killed(start, seen, how):
     count, batch, chunk = 6000, 20, 64
-    settings = told(count=count, batch=batch, pause=200)  # in the second epoch, for two equal workers
+    settings = script_settings(count=count, batch=batch, pause=200)  # in the second epoch, for two equal workers
     options = ("--max-epochs", "3", "--snapshot-every", "0.3")
     run = start(TRAINING, "-n", "2", *options, args=(settings,))
     seen.open("start")
@@ -284,7 +284,7 @@ LOADING = (
 
     class Numbers(Dataset):
         def __len__(self):
-            return told["count"]
+            return settings["count"]
 
         def __getitem__(self, index):
             return index
@@ -294,18 +294,18 @@ LOADING = (
     worker.share(model, optimizer, pace=maniple.Every(3))
     sampler = worker.sampler(data)
     assert isinstance(sampler, Sampler)
-    loader = DataLoader(data, batch_size=told["batch"], sampler=sampler, num_workers=2, persistent_workers=True)
+    loader = DataLoader(data, batch_size=settings["batch"], sampler=sampler, num_workers=2, persistent_workers=True)
     gate("start")
     passes = []
     while not worker.should_stop:
         passes.append(0)
         for indices in loader:
             optimizer.zero_grad()
-            model(indices[:, None].float() / told["count"]).mean().backward()
+            model(indices[:, None].float() / settings["count"]).mean().backward()
             optimizer.step()
             note(sampler.epoch - 1, indices.numpy())
             passes[-1] += len(indices)
-            if worker.rank == 0 and len(passes) == 2 and passes[-1] == told["pause"]:
+            if worker.rank == 0 and len(passes) == 2 and passes[-1] == settings["pause"]:
                 gate("go")
     Path(f"passes-{name}").write_text(repr(passes))
 """
@@ -314,7 +314,9 @@ LOADING = (
 
 def test_what_a_loader_had_drawn_for_a_killed_worker_is_trained_on_and_its_successor_finds_its_epoch(start, seen):
     count, batch, chunk = 3000, 10, 64
-    settings = told(count=count, batch=batch, pause=13 * batch)  # in the middle of a chunk of its second pass
+    settings = script_settings(
+        count=count, batch=batch, pause=13 * batch
+    )  # in the middle of a chunk of its second pass
     run = start(LOADING, "-n", "2", "--restarts", "1", "--max-epochs", "3", args=(settings,))
     seen.await_gate("start", 2)
     seen.open("start")
@@ -331,7 +333,7 @@ def test_what_a_loader_had_drawn_for_a_killed_worker_is_trained_on_and_its_succe
 
 def test_training_goes_on_while_the_server_or_the_whole_host_is_away_and_nothing_is_lost(serve, seen):
     count, batch, chunk = 20_000, 20, 156
-    settings = told(count=count, batch=batch, epochs=2, delays=[0.002], gates={"1": "last"}, balance=True)
+    settings = script_settings(count=count, batch=batch, epochs=2, delays=[0.002], gates={"1": "last"}, balance=True)
     host = serve()
     workers = [host.join(TRAINING, settings) for _ in range(2)]
     seen.await_gate("start", 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.process.controlling import BEGIN, logged, resume, steps
+from tests.process.controller_scripts import BEGIN, logged, resume, steps
 
 from .conftest import MANIPLE, PATIENCE_S
 
@@ -30,7 +30,7 @@ def test_plain_loop_stops_at_max_batches(run):
     )  # fmt: skip
     assert done.process.returncode == 0, done.output
     total = steps(done, 2)
-    assert 1500 <= total < 2500, "a beat or two more"
+    assert 1500 <= total < 2500, "a heartbeat or two more"
     assert done.center["w"].tolist() == [total] * 1000
     (stop,) = done.events("server", "stop")
     assert "--max-batches 1500" in stop["reason"]
@@ -188,7 +188,7 @@ def test_another_worker_takes_over_when_the_validator_is_killed(run):
 
 
 @pytest.mark.parametrize("epochs", [1, 1000])
-def test_patience_without_validations_is_told(start, tmp_path, epochs):
+def test_patience_without_validations_is_reported(start, tmp_path, epochs):
     """In a run of one epoch at its end, else when two epochs are over."""
     script = """
         import pathlib, sys, time, numpy as np, maniple
@@ -242,7 +242,7 @@ def test_worker_alone_is_its_own_controller(tmp_path):
     )  # fmt: skip
     first, second = said.splitlines()
     assert first == "5 train train validate True train validate False stop"
-    assert "nobody here answers 'something else'" in second
+    assert "the controller does not answer 'something else'" in second
     assert not (tmp_path / "runs").exists()
 
 

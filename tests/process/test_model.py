@@ -171,7 +171,7 @@ MEETING = """
                 pathlib.Path("killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             gradient = np.random.default_rng(count).normal(size=4)
-            if recorder.replica.rule.meets == "gradients":
+            if recorder.replica.rule.averages_gradients:
                 recorder.replica.reduce({"w": gradient})
             self.params["w"] -= 0.1 * gradient
             return 1.0
@@ -270,19 +270,19 @@ def test_a_run_goes_on_after_a_saved_epoch_with_optimizer_rate_and_record(here, 
     whole = load_file(center / "epoch-0004/center-0.safetensors")
     again = run_model(here, "run", *words, "--resume", "runs/run", "--snapshot", "epoch-0003")
     assert again.process.returncode == 0, again.output
-    assert "going on after epoch 3, with optimizer and record of epoch-0003" in again.output
+    assert "continuing after epoch 3, with optimizer and records of epoch-0003" in again.output
     resumed = load_file(center / "epoch-0004/center-0.safetensors")
     assert all(np.array_equal(whole[name], resumed[name]) for name in whole), "as if it had never ended"
     training = json.loads((center / "epoch-0004/training.json").read_text())
     assert [row["epoch"] for row in training["rows"]] == [1, 2, 3, 4], "the old record stays"
     assert [row["lr"] for row in training["rows"]] == pytest.approx([0.1, 0.1207, 0.1414, 0.01414], rel=1e-3)
 
-    told = [row for rank in (0, 1) for row in run.events(rank, "validated") if row["epoch"] == 4]
+    recorded = [row for rank in (0, 1) for row in run.events(rank, "validated") if row["epoch"] == 4]
     done = alone("net.py:Net", "--validate", str(center / "epoch-0004"))
     assert done.returncode == 0, done.stderr
     found = dict(part.split() for part in done.stdout.rpartition(": ")[2].split(", "))
     for name in ("loss", "top1_error", "top5_error"):
-        assert float(found[name]) == pytest.approx(told[-1][name], rel=1e-4), "a saved epoch is found as it was"
+        assert float(found[name]) == pytest.approx(recorded[-1][name], rel=1e-4), "a saved epoch is found as it was"
 
 
 def test_a_session_from_python_trains_and_is_recorded(here):
@@ -325,7 +325,7 @@ def test_leaving_a_session_ends_its_run_in_order(here):
         maniple.Session(model="endless.py:Line", workers=2, name="endless", quiet=True) as session,
     ):
         await_((session.folder / "events/worker-1.jsonl").exists)
-        with pytest.raises(TimeoutError, match="goes on after"):
+        with pytest.raises(TimeoutError, match="is still running after"):
             session.wait(0.01)
         raise ZeroDivisionError
     assert json.loads((session.folder / "run.json").read_text())["exit_code"] == 130

@@ -1,4 +1,4 @@
-"""Contributions to the circle that are not finite: one worker's NaN reaches nobody else, and is named."""
+"""Contributions to collectives that are not finite: one worker's NaN reaches nobody else, and is named."""
 
 import json
 import textwrap
@@ -31,7 +31,7 @@ LESSONS = """
             if worker.rank in bad.get(step, ()):
                 change["b"][1] = np.nan
             try:
-                if rule.meets == "gradients":
+                if rule.averages_gradients:
                     replica.reduce(change)
                 for k in w:
                     w[k] += change[k]
@@ -134,7 +134,7 @@ def test_run_does_not_end_well_and_keeps_the_last_finite_center(run: Any, rule: 
         replica = worker.share(w, rule=rule)
         for step in range(1, 6):
             change = {{"w": np.full(10, np.nan if step == 5 and worker.rank == 1 else 1, np.float32)}}
-            if rule.meets == "gradients":
+            if rule.averages_gradients:
                 replica.reduce(change)
             w["w"] += change["w"]
             replica.step()

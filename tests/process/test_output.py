@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.written import Written
 
 from .conftest import MANIPLE, PATIENCE_S, await_
-from .controlling import BEGIN
+from .controller_scripts import BEGIN
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 
@@ -66,10 +66,10 @@ def test_output_that_cannot_be_shown_does_not_end_the_run(shown):
 
 COMMANDS = """
 import pathlib, sys
-from maniple.cli import cli, told
+from maniple.cli import cli, exit_on_error
 for words in sys.argv[1:]:
     try:
-        told(lambda: cli(words.split(), prog_name="maniple"))
+        exit_on_error(lambda: cli(words.split(), prog_name="maniple"))
     except SystemExit as end:
         with open("codes", "a") as file:
             print(words.split()[0], end.code, file=file)
@@ -103,8 +103,8 @@ def test_commands_that_look_at_a_run_work_with_any_output(tmp_path, how):
     assert codes == ["0"] * len(looks), done.stderr
     assert b"Traceback" not in done.stderr
     if how == "latin-1":
-        told = [json.loads(line) for line in done.stdout.decode("latin-1").splitlines() if line.startswith("{")]
-        assert "✓" in [one.get("text") for one in told] and "ß–✓" in str(told[-1]["runs"])
+        rows = [json.loads(line) for line in done.stdout.decode("latin-1").splitlines() if line.startswith("{")]
+        assert "✓" in [one.get("text") for one in rows] and "ß–✓" in str(rows[-1]["runs"])
 
 
 def test_full_run_folder_does_not_end_scripts_that_print(start, tmp_path, tiny):
@@ -139,7 +139,7 @@ def test_full_run_folder_does_not_end_scripts_that_print(start, tmp_path, tiny):
     (tmp_path / "room").touch()
     assert going.wait() == 0, going.output
     assert going.center["w"].tolist() == [600] * 1000
-    assert going.output.count("cannot be written: No space left on device. Training goes on") == 1
+    assert going.output.count("cannot be written: No space left on device. Training continues") == 1
     for rank in range(2):
         lines = going.log(rank).splitlines()
         assert lines[0] == "first" and lines[-3:] == ["to stderr", "of a child", "last"]

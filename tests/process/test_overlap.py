@@ -1,4 +1,4 @@
-"""Gradients that go out during the backward pass: the same training as without, over the circle torch."""
+"""Gradients that go out during the backward pass: the same training as without, over torch.distributed."""
 
 import textwrap
 from typing import Any
@@ -85,7 +85,7 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarr
     """What each worker ended with."""
     folder = tmp_path_factory.mktemp("overlap")
     (folder / "script.py").write_text(textwrap.dedent(LESSONS))
-    command = [str(MANIPLE), "run", "--name", "run", "-n", "2", "--circle", "torch", "script.py", "out"]
+    command = [str(MANIPLE), "run", "--name", "run", "-n", "2", "--collectives", "torch", "script.py", "out"]
     run = Run(folder, "run", command, BARE)
     assert run.wait() == 0, run.output
     return [dict(np.load(folder / f"out-{rank}.npz")) for rank in range(2)]
@@ -136,7 +136,7 @@ def test_samples_set_too_late_are_refused_and_uneven_ends_are_none_of_its_busine
             optimizer.step()
         print("rounds", replica.rounds)
     """
-    done = run(script, "-n", "2", "--circle", "torch")
+    done = run(script, "-n", "2", "--collectives", "torch")
     assert done.description["exit_code"] == 0, done.output
     for rank, rounds in enumerate((5, 2)):
         assert "weight 3, but the gradients went out with 1" in done.log(rank)
@@ -157,6 +157,8 @@ def test_a_worker_that_dies_in_a_pass_is_named_within_the_deadline(run: Any):
             y.sum().backward()
             optimizer.step()
     """
-    done = run(script, "-n", "2", "--circle", "torch", "--rule", "bsp:overlap=true", "--circle-deadline", "60")
+    done = run(
+        script, "-n", "2", "--collectives", "torch", "--rule", "bsp:overlap=true", "--collectives-deadline", "60"
+    )
     assert done.description["exit_code"] != 0
     assert "worker 1 has been lost" in done.log(0)

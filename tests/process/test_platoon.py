@@ -1,4 +1,4 @@
-"""Platoon's own stories of failure: here each of them ends well.
+"""Platoon's documented failures: here each of them ends well.
 
 One more, "the last minibatches were lost", is told in test_feed.py.
 """
@@ -61,7 +61,7 @@ def test_worker_that_stops_early_does_not_block_the_others(run):
     assert done.center["w"].tolist() == [3 + 2 * 103] * 1000
 
 
-def test_death_of_the_lock_holder_frees_the_lock(run):
+def test_lock_of_a_dead_holder_is_released(run):
     """Then: a semaphore, which a worker that died inside it left taken for ever. Here the kernel gives it back."""
     script = """
         import os, pathlib, signal, time, maniple

@@ -80,8 +80,8 @@ def test_two_runs_are_drawn_on_one_clock(pair, tmp_path, monkeypatch):
 
 
 def test_a_value_that_was_not_logged_is_refused_with_those_that_were(pair, tmp_path):
-    told = maniple("plot", pair.one, "--value", "valloss", cwd=tmp_path, code=2)
-    assert "There are: loss, val_loss. Did you mean 'val_loss'?" in told
+    printed = maniple("plot", pair.one, "--value", "valloss", cwd=tmp_path, code=2)
+    assert "Logged values: loss, val_loss. Did you mean 'val_loss'?" in printed
 
 
 def test_a_report_is_one_page_that_needs_no_network(pair, tmp_path):
@@ -154,5 +154,5 @@ def test_weights_and_biases_takes_a_run_and_sends_nothing(pair, tmp_path, monkey
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert "exported" in maniple("export", pair.two, "--to", "wandb", "-o", "kept", cwd=tmp_path)
     (kept,) = tmp_path.glob("kept/wandb/offline-run-*/*.wandb")
-    told = kept.read_bytes()
-    assert all(name in told for name in (b"worker-0/loss", b"worker-1/loss", b"center/val_loss"))
+    exported = kept.read_bytes()
+    assert all(name in exported for name in (b"worker-0/loss", b"worker-1/loss", b"center/val_loss"))

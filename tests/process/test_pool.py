@@ -157,7 +157,7 @@ def test_resident_parts_are_selected_within_each_worker(pool: Pool):
         pool.gather("own")
 
 
-def test_objects_of_the_workers_meet_when_told_to(pool: Pool):
+def test_objects_of_the_workers_are_reduced_on_request(pool: Pool):
     w = pool.replicate(np.zeros(3), name="w")
     pids = pool.replicate(lambda: np.array([float(os.getpid())]), name="pid")
     assert len({float(pool.get(pids, rank)[0]) for rank in range(3)}) == 3
@@ -260,11 +260,11 @@ def test_calls_on_what_is_no_object_of_the_pool_are_refused(pool: Pool):
         "1 was given as values for a list of 2": lambda: pool.set([w, pair], 0, [np.zeros(2)]),
         "type ndarray was given as values for a list of 1": lambda: pool.set([w], 0, np.zeros(1)),
         "type str was given as name for a list of 1": lambda: pool.all_gather([w], name="one"),
-        "no name for one object": lambda: pool.all_gather(w, name=["one"]),  # pyright: ignore
+        "cannot name one object": lambda: pool.all_gather(w, name=["one"]),  # pyright: ignore
         "type int has no axis 0 to split": lambda: pool.scatter([1, 2, 3]),
-        "holds 2 arrays, and all_gather is for one": lambda: pool.all_gather(pair),
+        "holds 2 arrays, but all_gather takes one": lambda: pool.all_gather(pair),
         "without axes": lambda: pool.lengths(pool.replicate(np.array(1.0))),
-        "rank 0.5 is no whole number": lambda: pool.set(w, 0.5, np.zeros(2)),  # pyright: ignore
+        "rank 0.5 is not an integer": lambda: pool.set(w, 0.5, np.zeros(2)),  # pyright: ignore
     }
     for message, call in calls.items():
         with pytest.raises(InvalidArgument, match=message):
@@ -315,7 +315,7 @@ def test_error_in_a_worker_reaches_the_caller_as_that_error(pool: Pool):
     ("act", "text"),
     [
         (lambda p: p.function(parts, scatter="z"), "no argument 'z'"),
-        (lambda p: p.function(parts, scatter="x", reduce="average"), "reduce='average' is no way"),
+        (lambda p: p.function(parts, scatter="x", reduce="average"), "reduce='average' contains the unknown op"),
         (lambda p: p.function(parts, scatter=("x", "y"))(np.ones(2), np.ones(3)), "different lengths"),
         (lambda p: p.function(parts, scatter=("x", "y"))(3, np.ones(3)), "x is a int, which has no rows"),
         (lambda p: p.function(os.getpid)(batch=3), "batch selects rows of scattered sets"),

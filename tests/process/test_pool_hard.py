@@ -95,17 +95,17 @@ def test_interrupts_at_any_moment_keep_the_pool_and_the_answers_in_order(pool: P
     assert is_well(pool)
 
 
-def test_who_insists_gets_out_although_a_worker_is_stuck():
+def test_second_interrupt_returns_although_a_worker_is_stuck():
     with Pool(1) as pool:
         function = pool.function(len)
         os.kill(pool.pids[0], signal.SIGSTOP)  # it takes nothing, so the request cannot be sent as a whole
         done = threading.Event()
 
-        def insist() -> None:
+        def retry_until() -> None:
             while not done.wait(0.5):
                 os.kill(os.getpid(), signal.SIGINT)
 
-        thread = threading.Thread(target=insist)
+        thread = threading.Thread(target=retry_until)
         thread.start()
         try:
             with pytest.raises(KeyboardInterrupt):

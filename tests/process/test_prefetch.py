@@ -140,7 +140,7 @@ def test_exception_is_raised_with_the_remote_traceback_as_cause():
         next(passed)
 
 
-def test_exception_that_cannot_travel_is_told_by_its_traceback():
+def test_exception_that_cannot_be_pickled_is_reported_by_its_traceback():
     class Odd(Exception):  # of this function: it has no name to be found by
         pass
 
@@ -159,11 +159,10 @@ def test_batch_that_cannot_be_pickled_is_an_error():
 
 def test_feed_cannot_be_taken_from_in_another_process(tmp_path):
     from maniple.center import Segment
-    from maniple.feed.batches import Batches
-    from maniple.feed.near import NearSource
+    from maniple.feed.local_feed import Batches, LocalConsumer
 
     segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
-    source = NearSource(segment.path, "x")
+    source = LocalConsumer(segment.path, "x")
     with pytest.raises(InvalidArgument, match="forked from its worker"):
         list(maniple.Prefetch(Batches("x", source)))
     source.close()
@@ -177,14 +176,14 @@ def test_killed_loader_is_an_error_and_no_hang():
         list(passed)
 
 
-def test_loader_killed_by_a_signal_without_a_name_is_told_by_its_number():
+def test_loader_killed_by_a_signal_without_a_name_is_reported_by_its_number():
     passed = iter(maniple.Prefetch(Counted(1000), ahead=1))
     os.kill(loader_of(passed), signal.SIGRTMIN + 3)
     with pytest.raises(ProducerFailed, match=f"was killed by signal {signal.SIGRTMIN + 3}, in the middle"):
         list(passed)
 
 
-def test_no_more_batches_than_asked_for_are_made_ahead(tmp_path):
+def test_no_more_batches_than_requested_are_prefetched(tmp_path):
     made = tmp_path / "made"
 
     def batches():

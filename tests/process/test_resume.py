@@ -57,7 +57,7 @@ def finished(run: Run, rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_a_script_whose_workers_meet_continues_in_the_middle_of_its_epoch(start, tmp_path, without_numba, how):
+def test_a_synchronous_script_continues_in_the_middle_of_its_epoch(start, tmp_path, without_numba, how):
     first = start(TRAINING, "-n", "2", "--rule", "bsp", args=("0.01",))
     await_(lambda: any(row["step"] > 70 for row in first.events(0, "keep")))  # the second epoch has begun at step 60
     if how == "killed":

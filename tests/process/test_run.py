@@ -56,7 +56,7 @@ def test_the_run_folder_tells_what_happened(run):
         assert done.events(rank, "progress")[-1]["samples"] == 800
 
 
-def test_workers_know_their_place_and_have_arguments_of_their_own(run):
+def test_workers_know_their_rank_and_have_arguments_of_their_own(run):
     done = run(
         """
         import os, sys, maniple
@@ -336,5 +336,5 @@ def test_an_option_of_maniple_that_follows_the_script_is_pointed_out(run):
     """
     done = run(script, args=["-n", "2", "--seed", "3"])
     assert done.log(0).strip() == "['-n', '2', '--seed', '3']"
-    hints = [line for line in done.output.splitlines() if "stands after the script" in line]
+    hints = [line for line in done.output.splitlines() if "comes after the script" in line]
     assert len(hints) == 1 and "-n" in hints[0] and "--seed" not in hints[0]

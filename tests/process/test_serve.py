@@ -91,7 +91,7 @@ def test_token_and_address_never_stand_on_a_command_line(serve):
     worker.kill()
 
 
-def test_hosts_listen_on_loopback_unless_told_otherwise(serve):
+def test_hosts_listen_on_loopback_by_default(serve):
     host = serve()
     assert host.address.startswith("127.0.0.1:")
     port = int(host.address.rpartition(":")[2])
@@ -138,7 +138,7 @@ def test_encrypted_connections(serve, monkeypatch, tmp_path):
     with pytest.raises(HostAway, match="certificate"):
         maniple.Client(timeout_s=1)
     monkeypatch.delenv("MANIPLE_CERTIFICATE")
-    with pytest.raises(HostAway, match="if the host encrypts"):
+    with pytest.raises(HostAway, match="if the host uses TLS"):
         maniple.Client(timeout_s=1)
     assert host.end() == 0
     assert (host.center["w"] == 40).all()
@@ -180,7 +180,7 @@ def test_worker_whose_host_is_gone_for_too_long_saves_its_replica_and_fails(serv
     assert 3 <= time.monotonic() - begin < 15
     assert "has been away for" in output
     assert "limit 3 s" in output
-    assert "Training goes on" in output
+    assert "Training continues" in output
     saved = load_file(tmp_path / "replica-0.safetensors")
     assert saved["w"][0] > 10
     successor = serve(name=host.folder.name)  # takes the segment away
@@ -306,7 +306,7 @@ def test_run_goes_on_where_it_has_ended(run, start, tmp_path):
         assert ("--snapshot 1" in done.stderr) == (k == 0)
 
 
-def test_snapshots_are_written_in_the_course_of_a_run(serve):
+def test_snapshots_are_written_during_a_run(serve):
     host = serve("--snapshot-every", "0.5", "--keep", "2")
     worker = host.join(TRAINING, "100000", "0.01")
     host.await_event(0, "exchange")
@@ -338,23 +338,23 @@ def test_host_begins_with_the_arrays_of_a_file(serve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words", "exit_code"),
     [
-        (["serve", "--listen", "nonsense:port"], "is no address", 2),
+        (["serve", "--listen", "nonsense:port"], "is not an address", 2),
         (["serve", "--resume", "nowhere"], "no run folder", 2),
         (["serve", "--certificate", "c.pem"], "belong together", 2),
         (["serve", "--tls", "--certificate", "c.pem", "--key", "k.pem"], "cannot be used", 2),
-        (["serve", "--snapshot-every", "-1"], "seconds are 0 or more", 2),
+        (["serve", "--snapshot-every", "-1"], "out of range (0 or more)", 2),
         (["serve", "--from", "none.h5"], "no file", 2),
         (["serve", "--wire", "int4"], "int4", 2),
         (["run", "--tls", "script.py"], "add --listen", 2),
         (["run", "--snapshot", "3", "script.py"], "Add --resume", 2),
         (["join", "127.0.0.1:1", "none.py"], "no script", 2),
-        (["join", "127.0.0.1", "script.py"], "is no address", 2),
+        (["join", "127.0.0.1", "script.py"], "is not an address", 2),
         (["join", ".", "script.py"], "the folder of a run that listens", 2),
         (["join", "127.0.0.1:1", "script.py"], "no token", 2),
         (["join", "--token-file", "none", "127.0.0.1:1", "script.py"], "cannot be read", 2),
     ],
 )
-def test_mistakes_are_told_and_leave_nothing(tmp_path, command, words, exit_code):
+def test_mistakes_are_reported_and_leave_nothing(tmp_path, command, words, exit_code):
     (tmp_path / "script.py").write_text("import maniple\nprint('begin')\nmaniple.join()\n")
     done = subprocess.run([str(MANIPLE), *command], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert words in done.stderr, done.stderr
@@ -363,7 +363,7 @@ def test_mistakes_are_told_and_leave_nothing(tmp_path, command, words, exit_code
     assert not list(Path(os.environ["MANIPLE_SHM"]).iterdir())
 
 
-def test_port_that_is_taken_is_told(serve, tmp_path):
+def test_port_that_is_taken_is_reported(serve, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         host = serve("--listen", f"127.0.0.1:{port}")
@@ -372,7 +372,7 @@ def test_port_that_is_taken_is_told(serve, tmp_path):
     assert not host.folder.exists()
 
 
-def test_wrong_token_is_told_at_once(serve, tmp_path):
+def test_wrong_token_is_reported_at_once(serve, tmp_path):
     host = serve()
     host.await_event("server", "serving")
     (tmp_path / "wrong").write_text("0" * 64)
@@ -383,7 +383,7 @@ def test_wrong_token_is_told_at_once(serve, tmp_path):
     assert "begin" not in output and "Traceback" not in output, "before the script is started"
 
 
-def test_an_empty_token_file_is_told_before_workers_are_started(run, tmp_path):
+def test_an_empty_token_file_is_reported_before_workers_are_started(run, tmp_path):
     done = run(
         "import numpy, maniple; maniple.join().share({'w': numpy.zeros(3)})", "-n", "1", "--listen", "127.0.0.1:0"
     )

@@ -15,7 +15,7 @@ TRAIN = """
 import json, os, sys
 import numpy as np
 import maniple
-from maniple.place import find
+from maniple.environment import read_environment
 
 worker = maniple.join()
 params = {"w": np.zeros(10)}
@@ -23,11 +23,11 @@ replica = worker.share(params)
 for _ in range(20):
     params["w"] += 1
     replica.step()
-place = find()
-told = {"args": sys.argv[1:], "world": worker.world, "device": worker.device, "rule": place.rule, "pace": place.pace,
-        "seed": place.seed, "wire": place.wire, "restarts": place.restarts, "certificate": str(place.certificate),
-        "deadline": place.host_deadline_s, "folder": os.getcwd()}
-print(json.dumps(told))
+place = read_environment()
+settings = {"args": sys.argv[1:], "world": worker.world, "device": worker.device, "rule": place.rule,
+        "pace": place.pace, "seed": place.seed, "wire": place.wire, "restarts": place.restarts,
+        "certificate": str(place.certificate), "deadline": place.host_deadline_s, "folder": os.getcwd()}
+print(json.dumps(settings))
 """
 
 
@@ -38,7 +38,7 @@ def call(folder: Path, *words: str, **variables: str) -> Run:
     return done
 
 
-def told(done: Run, rank: int = 0) -> dict:
+def printed_settings(done: Run, rank: int = 0) -> dict:
     """What a worker's script saw."""
     assert done.process.returncode == 0, done.output
     return json.loads(done.log(rank).splitlines()[-1])
@@ -50,7 +50,7 @@ def test_the_session_file_of_the_docs_trains(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = call(tmp_path, "session.yaml")
     for rank in range(2):
-        seen = told(done, rank)
+        seen = printed_settings(done, rank)
         assert seen["args"] == ["--lr", "0.05", "--passes", "3"]
         assert (seen["world"], seen["device"], seen["pace"]) == (2, "cpu", "every:5")
         assert done.events(rank, "share")[0]["rule"].startswith("EASGD(alpha=0.4")
@@ -72,9 +72,9 @@ def test_each_level_counts_more_than_the_next(tmp_path):
     variables = {"MANIPLE_SEED": "2", "MANIPLE_DEVICES": "cpu:2", "XDG_CONFIG_HOME": str(tmp_path / "personal")}
     done = call(tmp_path, "--seed", "1", "session.yaml", **variables)
     asked = done.description["asked"]
-    settled = [asked[key] for key in ("seed", "devices", "wire", "restarts", "snapshot_every")]
-    assert settled == [1, ["cpu:2"], "int8", 4, 55]
-    seen = told(done)
+    resolved = [asked[key] for key in ("seed", "devices", "wire", "restarts", "snapshot_every")]
+    assert resolved == [1, ["cpu:2"], "int8", 4, 55]
+    seen = printed_settings(done)
     assert (seen["seed"], seen["device"], seen["wire"]) == (1, "cpu:2", "int8")
 
 
@@ -83,12 +83,12 @@ def test_a_run_takes_place_where_the_command_is_called(tmp_path):
     (tmp_path / "deep" / "train.py").write_text(TRAIN)
     (tmp_path / "deep" / "session.yaml").write_text("script: train.py\nargs: [a b, '{rank}']\n")
     done = call(tmp_path, "-n", "2", "deep/session.yaml")
-    assert told(done, 1)["args"] == ["a b", "1"]
-    assert told(done, 1)["world"] == 2
-    assert told(done, 1)["folder"] == str(tmp_path)
+    assert printed_settings(done, 1)["args"] == ["a b", "1"]
+    assert printed_settings(done, 1)["world"] == 2
+    assert printed_settings(done, 1)["folder"] == str(tmp_path)
 
 
-def test_workers_get_what_the_launcher_settled_whatever_the_variables_say(tmp_path):
+def test_workers_get_what_the_launcher_resolved_whatever_the_variables_say(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     variables = {
         "MANIPLE_RULE": "asgd", "MANIPLE_SEED": "5", "MANIPLE_WIRE": "int8", "MANIPLE_HOST_DEADLINE": "50",
@@ -96,7 +96,7 @@ def test_workers_get_what_the_launcher_settled_whatever_the_variables_say(tmp_pa
         "MANIPLE_CERTIFICATE": "of-some-host.pem",
     }  # fmt: skip
     done = call(tmp_path, "--rule", "downpour", "--seed", "6", "train.py", **variables)
-    seen = told(done, 1)
+    seen = printed_settings(done, 1)
     assert (seen["rule"], seen["seed"], seen["wire"], seen["deadline"]) == ("downpour", 6, "int8", 50)
     assert (seen["restarts"], seen["pace"]) == (0, None)
     assert seen["certificate"] == "None", "its own host does not encrypt"

@@ -13,17 +13,18 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from maniple.cli import cli, hosting
+from maniple.cli import cli
+from maniple.cli import host_job as hosting
 from maniple.errors import InvalidArgument, QueueRefused, WorkerFailed
-from maniple.host.gate import Listen
-from maniple.launch import Job, slurm
-from maniple.launch.array import Array
-from maniple.launch.slurm import Order, Resources
-from maniple.launch.submission import Submission
-from maniple.record import Folder
+from maniple.host.listener import Listen
+from maniple.job import Job
+from maniple.queues import queue
+from maniple.queues.queue import JobRequest, QueueResources
+from maniple.queues.slurm import Slurm
+from maniple.queues.submission import WORKERS, QueuedWorkers, Submission
+from maniple.record import RunFolder
 from maniple.record.folder import write_json
-from maniple.wire.address import Address
-from maniple.wire.posted import Posted
+from maniple.wire.address import Address, HostFile
 
 from .conftest import MANIPLE, PATIENCE_S, await_
 
@@ -80,7 +81,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=PATIENCE_S)[0]
 
 
-def test_missing_commands_are_told_before_anything_is_begun(fake, submit, tmp_path, monkeypatch):
+def test_missing_commands_are_reported_before_anything_is_started(fake, submit, tmp_path, monkeypatch):
     (tmp_path / "bin" / "scancel").unlink()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     process = submit()
@@ -90,7 +91,7 @@ def test_missing_commands_are_told_before_anything_is_begun(fake, submit, tmp_pa
 
 
 @pytest.mark.parametrize("options", [(), ("--host-job",)])
-def test_a_refusal_is_told_in_the_words_of_the_queue(fake, submit, tmp_path, options):
+def test_a_refusal_is_reported_in_the_words_of_the_queue(fake, submit, tmp_path, options):
     fake(sbatch="echo 'sbatch: error: invalid account' >&2; exit 1")
     process = submit(*options)
     assert "sbatch has refused (1): sbatch: error: invalid account" in said(process)
@@ -105,7 +106,7 @@ def test_a_host_in_the_queue_without_workers_is_cancelled(fake, submit, tmp_path
     assert (tmp_path / "scancel").read_text() == "77\n"
 
 
-def test_a_queue_that_falls_silent_is_asked_again_and_ctrl_c_cancels(fake, submit, tmp_path):
+def test_a_queue_that_does_not_answer_is_retried_and_ctrl_c_cancels(fake, submit, tmp_path):
     (tmp_path / "down").touch()
     process = submit()
     asked = tmp_path / "asked"
@@ -160,13 +161,13 @@ def call(folder: Path, *words: str) -> str:
     return done.output
 
 
-def prepared(folder: Path, **about: object) -> Folder:
+def prepared(folder: Path, **about: object) -> RunFolder:
     """The folder of a run whose host is, or was, a job on another machine, and does not listen."""
-    run = Folder.create(folder / "runs", "run")
+    run = RunFolder.create(folder / "runs", "run")
     run.describe(asked={}, lineage="5eed", node="elsewhere", **about)
-    posted = Posted("127.0.0.1", 1, "127.0.0.1:1", None, None, None, "5eed", "elsewhere", 1)
+    posted = HostFile("127.0.0.1", 1, "127.0.0.1:1", None, None, None, "5eed", "elsewhere", 1)
     write_json(run.path / "host.json", msgspec.to_builtins(posted))
-    order = Order(Resources(1), run.path, folder, Path(sys.executable), ())
+    order = JobRequest(QueueResources(1), run.path, folder, Path(sys.executable), ())
     Submission(Job(script=folder / "train.py"), order, has_host_job=True, jobs={"host": "77"}).write()
     return run
 
@@ -197,15 +198,15 @@ def test_a_job_that_cannot_be_written_down_is_cancelled(fake, tmp_path, monkeypa
     submission = Submission.read(run.path)
     monkeypatch.setattr(Submission, "write", lambda _: write_json(tmp_path / "none" / "full", 0))
     with pytest.raises(FileNotFoundError):
-        submission.submit_workers()
+        submission.submit(WORKERS)
     assert (tmp_path / "scancel").read_text() == "77\n"
 
 
 def test_a_host_whose_workers_were_never_submitted_ends(fake, tmp_path, monkeypatch):
-    workers = Array(Submission.read(prepared(tmp_path).path))
-    assert workers.news() == [] and not workers.is_done
-    monkeypatch.setattr("maniple.launch.array._SUBMITTING_S", 0.0)
-    workers.news()
+    workers = QueuedWorkers(Submission.read(prepared(tmp_path).path))
+    assert workers.updates() == [] and not workers.is_done
+    monkeypatch.setattr("maniple.queues.submission._SUBMIT_TIMEOUT_S", 0.0)
+    workers.updates()
     assert workers.is_done
     with pytest.raises(WorkerFailed, match="there is no job of workers"):
         workers.check(has_joined=False)
@@ -213,11 +214,11 @@ def test_a_host_whose_workers_were_never_submitted_ends(fake, tmp_path, monkeypa
 
 def test_a_host_near_its_walltime_asks_to_be_queued_again_until_it_is(fake, tmp_path, monkeypatch, capfd):
     fake(scontrol="echo $* >> $LOG/scontrol; [ -e $LOG/refused ] || { touch $LOG/refused; echo busy >&2; exit 1; }")
-    monkeypatch.setattr(hosting, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(hosting, "_RETRY_S", 0.0)
     monkeypatch.setattr(hosting, "_REQUEUE_S", 1.0)
-    hosting.queue_again("77")
+    hosting.requeue_host(Submission.read(prepared(tmp_path).path))
     assert (tmp_path / "scontrol").read_text().startswith("requeue 77\nrequeue 77\n")
-    assert "not queued again yet: scontrol has refused (1): busy" in capfd.readouterr().err
+    assert "not requeued yet: scontrol has refused (1): busy" in capfd.readouterr().err
 
 
 def test_a_host_that_cannot_begin_cancels_its_workers(fake, tmp_path):
@@ -225,7 +226,7 @@ def test_a_host_that_cannot_begin_cancels_its_workers(fake, tmp_path):
     submission = Submission.read(run.path)
     nowhere = Listen(Address("203.0.113.1", 0))
     jobs = {"host": "77", "workers": "78"}
-    replace(submission, job=replace(submission.job, listen=nowhere), jobs=jobs).write()
+    msgspec.structs.replace(submission, job=replace(submission.job, listen=nowhere), jobs=jobs).write()
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(InvalidArgument, match="cannot listen on"):
         hosting.main(run.path)
@@ -235,16 +236,16 @@ def test_a_host_that_cannot_begin_cancels_its_workers(fake, tmp_path):
 
 def test_a_run_whose_host_answers_elsewhere_does_not_go_on_here(tmp_path, monkeypatch):
     run = prepared(tmp_path)
-    monkeypatch.setattr("maniple.launch.whereabouts._ANSWER_S", 0.2)
+    monkeypatch.setattr("maniple.connection.find_host._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         posted = json.loads((run.path / "host.json").read_text())
         write_json(run.path / "host.json", posted | {"address": f"127.0.0.1:{server.getsockname()[1]}"})
-        with pytest.raises(InvalidArgument, match="is going on: its host answers on"):
+        with pytest.raises(InvalidArgument, match="is active: its host answers on"):
             call(tmp_path, "serve", "--resume", "runs/run")
 
 
 def test_a_command_that_hangs_is_given_up(fake, monkeypatch):
     fake(sbatch="exec sleep 30")
-    monkeypatch.setattr(slurm, "_CALL_S", 0.2)
+    monkeypatch.setattr(queue, "_COMMAND_TIMEOUT_S", 0.2)
     with pytest.raises(QueueRefused, match="has not answered within"):
-        slurm.submit(Path("script"))
+        Slurm().submit(Path("script"))

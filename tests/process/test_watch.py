@@ -37,7 +37,7 @@ def watched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def standings(folder: Path) -> dict:
+def worker_states(folder: Path) -> dict:
     """Where the run stands now, for a program."""
     return json.loads(watched(folder, "--once", "--json").stdout.splitlines()[-1])
 
@@ -47,14 +47,14 @@ def test_a_run_is_watched_while_it_goes_on_and_afterwards(start):
     going = start(SCRIPT, "-n", "2", "--restarts", "1", "--json", "--listen", "127.0.0.1:0")
     for rank in (0, 1):
         going.await_event(rank, "progress", count=3)
-    told = standings(going.folder)
-    assert [one["worker"] for one in told["workers"]] == [0, 1]
-    for one in told["workers"]:
+    states = worker_states(going.folder)
+    assert [one["worker"] for one in states["workers"]] == [0, 1]
+    for one in states["workers"]:
         assert one["state"] == "training"
         assert one["step"] > 0 and one["samples"] == 8 * one["step"] and one["samples_per_s"] > 0
         assert 0 < one["loss"] < 1 and 0 < one["sync_share"] < 1 and one["staleness"] is not None
         assert one["memory_bytes"] > 1 << 20
-    totals = told["totals"]
+    totals = states["totals"]
     assert totals["live"] == 2 and totals["version"] > 0
     assert 1 < totals["busy_workers"] <= 2 and 0 < totals["goodput"] <= 1
 
@@ -62,20 +62,20 @@ def test_a_run_is_watched_while_it_goes_on_and_afterwards(start):
         [MANIPLE, "watch", going.folder, "--logs"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     posted = json.loads((going.folder / "host.json").read_text())
-    far = subprocess.Popen(
+    remote = subprocess.Popen(
         [MANIPLE, "watch", posted["address"], "--token-file", going.folder / "token"], stdout=subprocess.PIPE, text=True
     )
     os.kill(going.pid(1), signal.SIGKILL)
-    await_(lambda: any(one["lives"] == 2 for one in standings(going.folder)["workers"]))
+    await_(lambda: any(one["lives"] == 2 for one in worker_states(going.folder)["workers"]))
     going.await_event(1, "progress", count=len(going.events(1, "progress")) + 2)
-    (again,) = [one for one in standings(going.folder)["workers"] if one["worker"] == 1]
+    (again,) = [one for one in worker_states(going.folder)["workers"] if one["worker"] == 1]
     assert again["state"] == "training" and again["samples"] > 8 * again["step"]  # those of its first life too
     (going.folder.parent.parent / "enough").touch()
     assert going.wait() == 0, going.output
 
-    told = far.communicate(timeout=PATIENCE_S)[0]  # it ends by itself
-    assert far.returncode == 0
-    assert "W0 : state" in told and "W1 : state" in told and "all: " in told.splitlines()[-1]
+    printed = remote.communicate(timeout=PATIENCE_S)[0]  # it ends by itself
+    assert remote.returncode == 0
+    assert "W0 : state" in printed and "W1 : state" in printed and "all: " in printed.splitlines()[-1]
     seen = follower.communicate(timeout=PATIENCE_S)[0]
     assert follower.returncode == 0
     assert "W0 | ten more" in seen
@@ -98,7 +98,7 @@ def _check_json(output: str) -> None:
 def test_what_is_no_run_is_said_so(tmp_path):
     done = watched(tmp_path)
     assert done.returncode == 2
-    assert "is no run folder" in done.stderr and "runs/last" in done.stderr
+    assert "is not a run folder" in done.stderr and "runs/last" in done.stderr
 
 
 def _status(folder: Path) -> str:
@@ -122,8 +122,8 @@ def test_a_run_whose_host_was_killed_is_shown_as_dead_with_the_command_to_contin
             (row,) = (line for line in lines.splitlines() if line.startswith("W0 : "))
             assert row.startswith("W0 : state dead step ") and " speed 0 samples/s loss 0." in row
             assert "step 0 " not in row, "how far it was is known"
-        told = standings(going.folder)
-        assert told["workers"][0]["samples_per_s"] == 0 == told["totals"]["live"]
+        states = worker_states(going.folder)
+        assert states["workers"][0]["samples_per_s"] == 0 == states["totals"]["live"]
     finally:
         (going.folder.parent.parent / "enough").touch()
         follower.send_signal(signal.SIGINT)

@@ -161,7 +161,7 @@ def test_the_page_shows_both_workers_and_a_loss_that_falls_and_goes_on(run, page
     assert page.errors == []
 
 
-def test_each_worker_has_a_lane_in_which_it_computes(page):
+def test_each_worker_has_a_time_split_in_which_it_computes(page):
     await_(lambda: page.locator("#lane-names li").all_text_contents() == ["W0", "W1"])
     compute = "getComputedStyle(document.querySelector('.legend .compute'), '::before').backgroundColor"
     pixel = """(row) => {
@@ -300,7 +300,7 @@ def test_only_who_knows_the_token_may_look(run, browser):
     import httpx
 
     with httpx.Client(base_url=run.base) as client:
-        for path in ("/", "/?token=wrong", "/news", "/metrics", "/plotly.js", "/page/page.js", "/nowhere"):
+        for path in ("/", "/?token=wrong", "/updates", "/metrics", "/plotly.js", "/page/page.js", "/nowhere"):
             answer = client.get(path)
             assert answer.status_code == 403 and "token" in answer.text
         known = {"Authorization": f"Bearer {run.token}"}
@@ -322,12 +322,12 @@ def test_orders_come_from_the_page_alone(run):
     known = {"Cookie": f"maniple-{run.base.rpartition(':')[2]}={run.token}"}
     with httpx.Client(base_url=run.base) as client:
         for headers in ({}, {"X-Maniple": "1", "Origin": "http://evil.example"}):
-            answer = client.post("/orders", headers=known | headers, json={"order": "stop"})
+            answer = client.post("/commands", headers=known | headers, json={"command": "stop"})
             assert answer.status_code == 403
         own = known | {"X-Maniple": "1", "Origin": run.base}
-        assert client.post("/orders", headers={"X-Maniple": "1"}, json={"order": "stop"}).status_code == 403
-        assert client.post("/orders", headers=own, content=b"{").status_code == 400
-        answer = client.post("/orders", headers=own, json={"order": "change", "settings": {"beta": 1}}).json()
+        assert client.post("/commands", headers={"X-Maniple": "1"}, json={"command": "stop"}).status_code == 403
+        assert client.post("/commands", headers=own, content=b"{").status_code == 400
+        answer = client.post("/commands", headers=own, json={"command": "change", "settings": {"beta": 1}}).json()
         assert not answer["done"] and "'beta' cannot be changed" in answer["text"]
     assert run.process.poll() is None
 
@@ -338,10 +338,10 @@ def test_a_page_for_reading_only_takes_no_orders(only_shown, browser):
     page = browser.new_page()
     page.goto(only_shown)
     await_true(page, "document.querySelectorAll('tr[data-state=training]').length === 2")
-    assert not page.locator("#orders").is_visible()
+    assert not page.locator("#commands").is_visible()
     base, _, token = only_shown.partition("/?token=")
     headers = {"Authorization": f"Bearer {token}", "X-Maniple": "1"}
-    answer = httpx.post(f"{base}/orders", headers=headers, json={"order": "stop"}).json()
+    answer = httpx.post(f"{base}/commands", headers=headers, json={"command": "stop"}).json()
     assert not answer["done"] and "--read-only" in answer["text"]
     page.close()
 
@@ -350,8 +350,8 @@ def test_the_terminal_shows_a_run_through_its_host(run, tmp_path):
     host = json.loads((run.folder / "host.json").read_text())["address"]
     command = [str(MANIPLE), "watch", "--once", "--json", host, "--token-file"]
     done = subprocess.run([*command, str(run.folder / "token")], capture_output=True, text=True, timeout=PATIENCE_S)
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert [one["state"] for one in told["workers"]] == ["training", "training"]
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert [one["state"] for one in printed["workers"]] == ["training", "training"]
     (tmp_path / "token").write_text("another")
     done = subprocess.run([*command, str(tmp_path / "token")], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode != 0 and "token" in done.stderr and "Traceback" not in done.stderr
@@ -362,7 +362,7 @@ def test_a_page_that_is_killed_comes_back_and_the_run_goes_on(run, page):
     pids = {int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()}
     (pid,) = [pid for pid in pids if b"maniple.watch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(pid, signal.SIGKILL)
-    await_(lambda: "lost its server" in page.locator("#state").text_content())
+    await_(lambda: "lost the server" in page.locator("#state").text_content())
     steps = run.events(0, "progress")[-1]["step"]
     await_(lambda: page.locator("#state").text_content() == "training")
     assert run.await_event(0, "progress")[-1]["step"] > steps

@@ -111,8 +111,8 @@ SETTINGS = [
             [
                 *SETTINGS,
                 "--bind",
-                "--circle",
-                "--circle-deadline",
+                "--collectives",
+                "--collectives-deadline",
                 "--deterministic",
                 "--devices",
                 "--feed",
@@ -197,6 +197,7 @@ SETTINGS = [
                 "--mem",
                 "--model-size",
                 "--partition",
+                "--peer",
                 "--ray",
                 "--ray-address",
                 "--runs",

@@ -61,14 +61,14 @@ def test_the_serial_programs_of_a_page_run_as_printed(page, tmp_path):
 def test_a_rule_of_ones_own_works_as_printed(page):
     import numpy as np
 
-    from maniple.contracts import Moment
+    from maniple.contracts import ExchangeInfo
 
     for code in blocks(page, "python"):
         if "maniple.Rule" in code:
             scope: dict = {}
             exec(code, scope)
             x, c = np.array([1.0, 5.0]), np.array([3.0, 5.0])
-            assert scope["Halfway"]().exchange(x, c, None, Moment())
+            assert scope["Halfway"]().exchange(x, c, None, ExchangeInfo())
             assert x.tolist() == c.tolist() == [2.0, 5.0]
 
 

@@ -5,34 +5,33 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from maniple.center.segment import LIVE, Segment
-from maniple.sampler import Lease, Sampler, Table, Terms
-from maniple.sampler.lease import Holder, Verdict
-from maniple.sampler.table import restore
+from maniple.memory.segment import LIVE, Segment
+from maniple.sampler import Lease, LeaseTable, LeaseTerms, Sampler
+from maniple.sampler.leases import restore
 
 Sample = tuple[int, int]  # epoch, and place in its order
 
 
 def samples_of(lease: Lease) -> list[Sample]:
-    return [(lease.epoch, place) for place in range(lease.start, lease.stop)]
+    return [(lease.epoch, position) for position in range(lease.start, lease.stop)]
 
 
 class Run:
     """A segment, and holders of leases in it; each has opened the table by itself, as processes do."""
 
-    def __init__(self, root: Path, terms: Terms) -> None:
+    def __init__(self, root: Path, terms: LeaseTerms) -> None:
         self.root, self.terms = root, terms
         self.segment = Segment.create(root, "0123456789abcdef", root)
-        self._tables: list[Table] = []
+        self._tables: list[LeaseTable] = []
 
-    def table(self) -> Table:
-        self._tables.append(Table.open(self.segment, 0, self.terms))
+    def table(self, *holder: int) -> LeaseTable:
+        self._tables.append(LeaseTable.open(self.segment, 0, self.terms, holder or (-1, 0)))
         return self._tables[-1]
 
     def join(self, rank: int) -> "Tenant":
         number = self.segment.renew(rank)
         self.segment.mark(rank, LIVE)
-        return Tenant(self.table(), Holder(rank, number))
+        return Tenant(self.table(rank, number))
 
     def resume(self, saved: Any) -> None:
         """The host begins again from a snapshot: all workers are gone."""
@@ -50,14 +49,9 @@ class Run:
 class Tenant:
     """One worker as the table sees it; a lender for its sampler."""
 
-    def __init__(self, table: Table, holder: Holder) -> None:
-        self.table, self.holder, self.terms = table, holder, table.terms
-
-    def first_epoch(self, limit: int) -> int:
-        return self.table.first_epoch(self.holder.rank, limit)
-
-    def take(self, epoch: int, **news: Any) -> Lease | Verdict:
-        return self.table.take(self.holder, epoch, **news)
+    def __init__(self, table: LeaseTable) -> None:
+        self.table, self.holder, self.terms = table, table.holder, table.terms
+        self.first_epoch, self.take = table.first_epoch, table.take
 
     def finish(self, epoch: int, most: int = 0) -> list[Sample]:
         """Take all that there is, or so many samples, and do it."""
@@ -83,7 +77,7 @@ def drawn_at_once(workers: list[Sampler], epochs: int, batch: int) -> list[Count
                 into.update(map(int, indices))
                 if step % 3 == 0 or batch > 1:
                     worker.stepped()
-                    worker.settled()
+                    worker.committed()
         worker.finish(is_early=False)
 
     threads = [threading.Thread(target=draw, args=pair, daemon=True) for pair in zip(workers, drawn, strict=True)]

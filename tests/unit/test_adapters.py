@@ -1,12 +1,16 @@
-"""A dict of NumPy arrays as a model."""
+"""A dict of NumPy arrays as a model, and adapters that other packages register."""
+
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import maniple
 from maniple.adapters import adapt
 from maniple.contracts import Entry
+from maniple.environment import Environment
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
 
@@ -182,5 +186,87 @@ def test_what_is_no_model_is_refused_by_its_type(model):
         adapt(model)
 
 
-def test_step_of_a_dict_is_told_by_the_loop_itself():
+def test_step_of_a_dict_is_announced_by_the_loop_itself():
     adapt({"w": np.zeros(2)}).on_step(lambda: pytest.fail("nothing can call this"))()
+
+
+# Adapters of other packages
+
+FAKE = """
+from maniple.adapters import Adapter
+from maniple.contracts import Entry
+
+
+class Tree:
+    def __init__(self, **leaves):
+        self.leaves = leaves
+
+
+class TreeAdapter(Adapter):
+    @classmethod
+    def accepts(cls, model):
+        return isinstance(model, Tree)
+
+    def __init__(self, model, optimizer=None, *, state=(), buffers=True, params=None):
+        self._leaves = list(model.leaves.values())
+        self.entries = [Entry(name, value.shape, str(value.dtype)) for name, value in model.leaves.items()]
+
+    def array(self, i):
+        return self._leaves[i].reshape(-1)
+
+    def commit(self, i):
+        pass
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """An installed package `fake_trees` with an adapter, found by its entry point."""
+    (tmp_path / "fake_trees.py").write_text(FAKE)
+    info = tmp_path / "fake_trees-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-trees\nVersion: 1\n")
+    points = info / "entry_points.txt"
+    points.write_text("[maniple.adapters]\nfake_trees = fake_trees:TreeAdapter\nabsent = absent_package:Adapter\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "fake_trees", raising=False)
+    yield points
+    sys.modules.pop("fake_trees", None)
+
+
+def test_adapter_of_another_package_is_found_by_its_entry_point(fake):
+    import fake_trees  # pyright: ignore[reportMissingImports]
+
+    tree = fake_trees.Tree(w=np.zeros((2, 3)), b=np.zeros(3))
+    worker = maniple.Worker(Environment())
+    replica = worker.share(tree, rule=maniple.BSP())
+    gradients = {"w": np.ones((2, 3)), "b": np.ones(3)}
+    replica.reduce(gradients)
+    tree.leaves["w"] -= gradients["w"]
+    replica.step()
+    assert replica.steps == 1 and isinstance(adapt(tree), fake_trees.TreeAdapter)
+    model = adapt(tree)
+    assert [entry.name for entry in model.entries] == ["w", "b"]
+    assert model.device == "cpu" and not model.has_optimizer and model.optimizer_state() == ({}, {})
+
+
+def test_adapter_whose_framework_was_not_imported_is_not_loaded(fake):
+    with pytest.raises(InvalidArgument, match=r"type builtins\.int cannot be shared.*'maniple\.adapters'"):
+        adapt(7)
+    assert "fake_trees" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("fake_trees:Tree", "no subclass of"), ("gone:X", "cannot be imported")]
+)
+def test_entry_point_that_leads_to_no_adapter_is_named(fake, target, reason):
+    fake.write_text(f"[maniple.adapters]\nfake_trees = {target}\n")
+    import fake_trees  # pyright: ignore[reportMissingImports]
+
+    with pytest.raises(InvalidArgument, match=rf"{target}.*{reason}"):
+        adapt(fake_trees.Tree(w=np.zeros(3)))
+
+
+def test_a_misspelt_setting_is_refused():
+    with pytest.raises(TypeError, match="parms"):
+        adapt({"w": np.zeros(2)}, parms=["w"])

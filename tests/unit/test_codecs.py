@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from maniple.center.parcel import Parcels
+from maniple.center.contributions import ErrorFeedback
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
-from maniple.wire.codecs import CODECS, codec
+from maniple.wire.codecs import CODECS, get_codec
 from tests.unit.engines import engine
 
 NAMES = ["float32", "bfloat16", "float16", "int8"]
@@ -23,7 +23,7 @@ LENGTHS_AND_DTYPES = [*((n, d) for n in LENGTHS for d in (np.float32, np.float64
 
 
 def pack(name, values):
-    how = codec(name)
+    how = get_codec(name)
     data = np.empty(how.size_bytes(values.size, values.itemsize), np.uint8)
     how.pack(values, data)
     return data
@@ -31,7 +31,7 @@ def pack(name, values):
 
 def unpack(name, data, values):
     got = np.full_like(values, 77)
-    codec(name).unpack(data, got)
+    get_codec(name).unpack(data, got)
     return got
 
 
@@ -62,16 +62,16 @@ def bound(name, values):
 
 def test_there_are_four():
     assert list(CODECS) == NAMES
-    with pytest.raises(InvalidArgument, match="wire='gzip' is no way to send values"):
-        codec("gzip")
+    with pytest.raises(InvalidArgument, match="wire='gzip' is not a codec"):
+        get_codec("gzip")
 
 
 @pytest.mark.parametrize("count", [*LENGTHS, 10**9])
 def test_sizes_follow_their_formula(count):
     groups = -(-count // 256)
-    sizes = {name: codec(name).size_bytes(count, 4) for name in NAMES}
+    sizes = {name: get_codec(name).size_bytes(count, 4) for name in NAMES}
     assert sizes == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count, "int8": count + 4 * groups}
-    of_float64 = {name: codec(name).size_bytes(count, 8) for name in NAMES}
+    of_float64 = {name: get_codec(name).size_bytes(count, 8) for name in NAMES}
     assert of_float64 == sizes | {"float32": 8 * count}
 
 
@@ -181,7 +181,7 @@ def test_packing_in_place_is_packing(name, count, dtype):
     data = pack(name, values)
     if data.size <= values.nbytes:  # else it cannot be done in place
         there = values.view(np.uint8)[: data.size]
-        codec(name).pack(values, there)
+        get_codec(name).pack(values, there)
         np.testing.assert_array_equal(there, data)
 
 
@@ -194,20 +194,20 @@ def test_unpacking_in_place_is_unpacking(name, count, dtype):
     there = room[room.size - data.size :]
     there[:] = data
     got = room[: values.nbytes].view(dtype)
-    codec(name).unpack(there, got)
+    get_codec(name).unpack(there, got)
     np.testing.assert_array_equal(got, unpack(name, data, values))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SMALLER)
 def test_what_a_push_loses_comes_with_the_next(name, dtype):
-    parcels = Parcels(Layout([Entry("w", (700,), dtype)]), name)
+    feedback = ErrorFeedback(Layout([Entry("w", (700,), dtype)]), name)
     values = some(700, dtype)
     values[:256] *= 1e-3  # small ones, and in int8 beside a large one
     values[10] = 5
     sent, worst = np.zeros(700), []
     for count in range(1, 201):
-        data = parcels.pack(0, values)
+        data = feedback.compress(0, values)
         sent += unpack(name, data, values)
         worst.append(np.abs(sent - count * values.astype(np.float64)).max())
     once = np.abs(travel(name, values) - values.astype(np.float64)).max()
@@ -224,31 +224,31 @@ def test_without_what_is_owed_the_loss_would_grow(name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", SMALLER)
 def test_nothing_is_owed_for_what_is_not_finite(name, bad):
-    parcels = Parcels(Layout([Entry("w", (300,), "float32")]), name)
+    feedback = ErrorFeedback(Layout([Entry("w", (300,), "float32")]), name)
     values = some(300)
     values[7] = bad
-    assert not np.isfinite(unpack(name, parcels.pack(0, values), values)[7])
+    assert not np.isfinite(unpack(name, feedback.compress(0, values), values)[7])
     values[7] = 1
     for _ in range(3):
-        assert np.isfinite(unpack(name, parcels.pack(0, values), values)).all()
+        assert np.isfinite(unpack(name, feedback.compress(0, values), values)).all()
 
 
 def test_plain_values_and_whole_numbers_are_sent_as_they_are():
     layout = Layout([Entry("w", (5,), "float32"), Entry("n", (5,), "int64")], is_numeric=True)
     for name in NAMES:
-        parcels = Parcels(layout, name)
+        feedback = ErrorFeedback(layout, name)
         whole = np.arange(5)
-        assert parcels.pack(1, whole) is whole
-        assert parcels.codec(0).name == name
+        assert feedback.compress(1, whole) is whole
+        assert feedback.codec(0).name == name
     real = some(5)
-    assert Parcels(layout, "float32").pack(0, real) is real
+    assert ErrorFeedback(layout, "float32").compress(0, real) is real
 
 
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_change_becomes_what_is_really_said(name):
-    parcels = Parcels(Layout([Entry("w", (300,), "float32")]), name)
+    feedback = ErrorFeedback(Layout([Entry("w", (300,), "float32")]), name)
     change = some(300)
     before = change.copy()
-    data = parcels.pack_change(0, change)
+    data = feedback.compress_change(0, change)
     np.testing.assert_array_equal(change, unpack(name, data, change))
     assert (np.abs(change - before) <= bound(name, before)).all()

@@ -67,8 +67,8 @@ def test_no_row_on_disk_stops_a_reader_or_costs_the_rows_of_another_worker(tmp_p
         written.folder.events(who).write_bytes(b"\n".join(lines) + b"\n" * has_end)
     honest(written, 1, 50)
     board = read_all(written.folder.path)
-    assert board.standings[0].now.step == 7
-    assert board.standings[0].total.samples == 70
+    assert board.workers[0].now.step == 7
+    assert board.workers[0].total.samples == 70
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,7 @@ def test_one_damaged_row_costs_only_itself(tmp_path, damage):
         file.write(damage + b"\n")
     written.row(0, "log", 3, loss=0.25)
     written.progress(0, 3, step=3, samples=30)
-    board = read_all(written.folder.path)
-    story = board._story
-    assert story.logged.named["loss"][0].points() == ([T0 + 1, T0 + 3], [0.5, 0.25])
-    assert (board.standings[0].now.step, board.totals.samples) == (3, 30)
-    assert story.until == T0 + 3
+    state = read_all(written.folder.path)
+    assert state.logged.named["loss"][0].points() == ([T0 + 1, T0 + 3], [0.5, 0.25])
+    assert (state.workers[0].now.step, state.totals().samples) == (3, 30)
+    assert state.until == T0 + 3

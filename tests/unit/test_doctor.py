@@ -4,15 +4,13 @@ import threading
 
 import pytest
 
-from maniple.doctor import CHECKS, Case, examine, glance, probe
-from maniple.doctor.finding import Check, Finding, fine, grave, warning
-from maniple.doctor.slurm import parse_nodes
+from maniple.doctor import CHECKS, Case, examine, glance
+from maniple.doctor.checks import Check, Finding, fine, grave, warning
+from maniple.doctor.queues import parse_nodes
+from maniple.environment.variables import binding_variables, values_of, visible_gpus
 from maniple.errors import InvalidArgument
-from maniple.launch import meeting
-from maniple.launch.amounts import duration_s, size_mb
-from maniple.launch.room import Room
-from maniple.place.machine import binding_variables, values_of, visible_gpus
-from maniple.record.versions import versions
+from maniple.job import RayResources
+from maniple.queues.slurm import duration_s, size_mb
 
 
 def check(name: str, look, **rest) -> Check:
@@ -64,7 +62,7 @@ def test_launchers_tell_what_quick_checks_find_that_is_not_fine():
 
 
 def test_launchers_do_not_wait_for_a_check_that_hangs(monkeypatch):
-    monkeypatch.setattr("maniple.doctor.examining._GLANCE_S", 0.01)
+    monkeypatch.setattr("maniple.doctor.checks._GLANCE_S", 0.01)
     end = threading.Event()
 
     def hang(case: Case) -> list[Finding]:
@@ -94,11 +92,6 @@ def test_checks_wait_only_for_what_they_need():
     assert [one.seen for one in examine(case, [check("a", wait), check("b", free)])] == ["True", "None"]
 
 
-def test_what_runs_at_the_far_end_agrees_with_what_runs_here():
-    assert probe.versions() == versions()
-    assert probe.PORTS == meeting._PORTS
-
-
 @pytest.mark.parametrize(
     ("cpus", "gpus", "workers", "level", "words"),
     [
@@ -109,7 +102,7 @@ def test_what_runs_at_the_far_end_agrees_with_what_runs_here():
     ],
 )
 def test_workers_fit_on_nodes_of_ray_or_not(cpus, gpus, workers, level, words):
-    case = Case(workers=workers, ray=Room("auto", cpus, gpus))
+    case = Case(workers=workers, ray=RayResources("auto", cpus, gpus))
     case.once("ray", lambda _: [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}, {"memory": 9.0}])
     found = examine(case, [one for one in CHECKS if one.name == "resources"])
     assert [one.level for one in found] == [level]

@@ -102,13 +102,13 @@ class Broken:
 
 
 @pytest.mark.parametrize("stream", [Broken(), None])
-def test_what_nobody_can_be_told_does_not_end_the_training(monkeypatch, stream):
+def test_a_warning_that_cannot_be_printed_does_not_end_the_training(monkeypatch, stream):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     errors.say("somebody should know this")
     show("epoch 1")
 
 
-def test_person_is_told_on_standard_error(capsys):
+def test_warnings_are_printed_on_standard_error(capsys):
     errors.say("this")
     assert capsys.readouterr() == ("", "maniple: this\n")

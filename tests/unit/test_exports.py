@@ -10,8 +10,8 @@ import pytest
 
 from maniple.errors import InvalidArgument
 from maniple.record import read_events
-from maniple.watch.exporting import Exporting, began, numbers
-from maniple.watch.exports import KINDS, open_export
+from maniple.record.rows import numbers
+from maniple.watch.exports import KINDS, Exporting, open_export, start_time
 from tests.unit.engines import engine
 from tests.written import T0, Written
 
@@ -37,7 +37,7 @@ def export(written, kind):
     opened = open_export(kind, "run", str(written.folder.path.parent / kind))
     exporting = Exporting(written.folder.path, opened)
     exporting.settings()
-    assert exporting.go_on()
+    assert exporting.advance()
     opened.close()
     return written.folder.path.parent / kind
 
@@ -88,7 +88,7 @@ def test_numbers_of_a_row_are_all_but_words_flags_and_what_it_is_about():
 
 
 def test_the_clock_begins_with_the_first_worker(written):
-    assert began(written.folder) == T0
+    assert start_time(written.folder) == T0
 
 
 def test_a_csv_table_has_every_number_with_its_time_and_step(written):
@@ -115,19 +115,19 @@ def test_tensorboard_has_a_run_for_each_worker_and_the_center_with_the_clock_of_
             for value in event.summary.value if who != "run" else ():
                 found[who, value.tag, event.step, event.wall_time] = value.simple_value
     same(found, expected(written), tolerance=1e-6)  # it keeps 32 bits
-    told = b"".join(path.read_bytes() for path in folder.glob("run/events*"))
-    assert b'"args": [' in told and b'"event":"join"' in told and b'"event":"start"' in told
+    written_bytes = b"".join(path.read_bytes() for path in folder.glob("run/events*"))
+    assert b'"args": [' in written_bytes and b'"event":"join"' in written_bytes and b'"event":"start"' in written_bytes
 
 
 def tensorboard_events(path):
     """The events of a file: records with a length before and checksums around."""
     from tensorboardX.proto.event_pb2 import Event
 
-    data, place = path.read_bytes(), 0
-    while place < len(data):
-        (length,) = struct.unpack_from("<Q", data, place)
-        yield Event.FromString(data[place + 12 : place + 12 + length])
-        place += 12 + length + 4
+    data, environment = path.read_bytes(), 0
+    while environment < len(data):
+        (length,) = struct.unpack_from("<Q", data, environment)
+        yield Event.FromString(data[environment + 12 : environment + 12 + length])
+        environment += 12 + length + 4
 
 
 def test_mlflow_has_every_number_in_a_folder_of_its_own(written, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_missing_library_is_named_with_what_to_install(kind, tmp_path, monkeyp
     library = "tensorboardX" if kind == "tensorboard" else kind
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
-        InvalidArgument, match=rf"{library} is not installed. `pip install 'maniple\[{kind}\]'` brings it"
+        InvalidArgument, match=rf"{library} is not installed. `pip install 'maniple\[{kind}\]'` installs it"
     ):
         open_export(kind, "run", str(tmp_path / kind))
 

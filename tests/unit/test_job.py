@@ -6,13 +6,14 @@ import click
 import msgspec
 import pytest
 
-from maniple.center.segment import MAX_WORKERS
 from maniple.cli import cli
-from maniple.cli.job import job_from
+from maniple.cli.make_job import job_from
+from maniple.environment import THREAD_VARIABLES
 from maniple.errors import InvalidArgument
-from maniple.launch.job import Job, thread_variables
-from maniple.launch.memory import remembered
-from maniple.place import THREAD_VARIABLES, Limits
+from maniple.job import Job, thread_variables
+from maniple.launch.resume import with_saved_settings
+from maniple.memory.segment import MAX_WORKERS
+from maniple.settings.options import Limits
 
 
 def job(**options) -> Job:
@@ -57,7 +58,7 @@ def test_number_of_workers_out_of_range_is_refused(workers):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"min_workers": 0}, "--min-workers 0 is below 1"),
+        ({"min_workers": 0}, r"--min-workers 0 is out of range \(1 or more\)"),
         ({"workers": 2, "min_workers": 3}, "--min-workers 3 is more than the 2 workers"),
         ({"workers": 2, "min_workers": 2, "strict": True}, "--strict ends the run when any worker dies"),
     ],
@@ -84,7 +85,7 @@ def test_negative_seed_is_refused_before_workers_start():
         job(seed=-1).check()
 
 
-def test_missing_script_names_the_near_one(tmp_path):
+def test_missing_script_names_the_closest_one(tmp_path):
     (tmp_path / "train.py").touch()
     with pytest.raises(InvalidArgument, match=r"Did you mean .*train\.py"):
         job(script=tmp_path / "trian.py").check()
@@ -115,8 +116,8 @@ def test_what_is_no_list_of_hosts_is_refused(hosts):
         job(workers=2, hosts=hosts).check()
 
 
-def test_what_was_asked_for_is_written_down():
-    asked = job(args=("a",), workers=2, rule="easgd", pace="every:5", devices=("cpu",), restarts=1, seed=9).asked()
+def test_the_requested_settings_are_recorded():
+    asked = job(args=("a",), workers=2, rule="easgd", pace="every:5", devices=("cpu",), restarts=1, seed=9).record()
     expected = {
         "session": None,
         "args": ["a"],
@@ -132,7 +133,7 @@ def test_what_was_asked_for_is_written_down():
         "min_workers": 1,
         "strict": False,
         "wire": None,
-        "circle": None,
+        "collectives": None,
         "deterministic": False,
         "listen": None,
         "controller": None,
@@ -172,10 +173,10 @@ def test_feed_script_has_arguments_in_the_same_quotes():
     assert asked.feed_command(0) == [__file__, "--size", "8", "two words"]
 
 
-def test_run_that_goes_on_has_what_was_asked_for_when_it_began(tmp_path):
+def test_resumed_run_has_the_settings_it_began_with(tmp_path):
     before = job(seed=7, rule="easgd", controller="c.py:C", controller_args=("a=1",), limits=Limits(patience=3))
-    (tmp_path / "run.json").write_bytes(msgspec.json.encode({"asked": before.asked()}))
-    again = remembered(job(resume=tmp_path, rule="asgd"), tmp_path)
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode({"asked": before.record()}))
+    again = with_saved_settings(job(resume=tmp_path, rule="asgd"), tmp_path)
     assert (again.seed, again.rule, again.controller, again.controller_args) == (
         7,
         "asgd",
@@ -183,10 +184,10 @@ def test_run_that_goes_on_has_what_was_asked_for_when_it_began(tmp_path):
         ("a=1",),
     )
     assert again.limits == Limits(), "a person says anew when to stop"
-    assert remembered(job(script=None, resume=tmp_path), tmp_path).limits == Limits(patience=3)
-    assert remembered(job(resume=tmp_path, seed=7), tmp_path).seed == 7
+    assert with_saved_settings(job(script=None, resume=tmp_path), tmp_path).limits == Limits(patience=3)
+    assert with_saved_settings(job(resume=tmp_path, seed=7), tmp_path).seed == 7
     with pytest.raises(InvalidArgument, match=r"--seed 8 .* seed is 7"):
-        remembered(job(resume=tmp_path, seed=8), tmp_path)
+        with_saved_settings(job(resume=tmp_path, seed=8), tmp_path)
 
 
 @pytest.mark.parametrize("device", ["gpu0", "cuda:x", "0", "cuda 0", "cuda:0;1"])
@@ -215,7 +216,7 @@ def resumed(run: Path, *words: str) -> Job:
 
 
 def write_run(run: Path, begun: Job, **about) -> None:
-    (run / "run.json").write_bytes(msgspec.json.encode({"asked": begun.asked(), "lineage": "ab"} | about))
+    (run / "run.json").write_bytes(msgspec.json.encode({"asked": begun.record(), "lineage": "ab"} | about))
 
 
 def test_a_run_is_resumed_with_its_script_arguments_and_workers(tmp_path):
@@ -236,7 +237,7 @@ def test_a_run_is_resumed_with_its_script_arguments_and_workers(tmp_path):
 def test_the_model_and_the_machines_of_a_run_are_resumed_too(tmp_path):
     begun = job(model=f"{__file__}:Net", model_args=("lr=0.1",), workers=4, hosts=("a", "b"), devices=("cpu", "cuda:0"))
     write_run(tmp_path, begun)
-    again = remembered(resumed(tmp_path), tmp_path)
+    again = with_saved_settings(resumed(tmp_path), tmp_path)
     assert (again.model, again.model_args) == (f"{Path(__file__).resolve()}:Net", ("lr=0.1",))
     assert (again.workers, again.hosts, again.devices) == (4, ("a", "b"), ("cpu", "cuda:0"))
     again.check()

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from maniple.circle import sums
-from maniple.rules import blocks
+from maniple.collectives import reductions as sums
 from maniple.rules.kernels import compiled, kernels, warm_up
+from maniple.rules.kernels import numpy_kernels as blocks
 from tests.unit.engines import engine
 
 BLOCK = blocks.BLOCK
@@ -27,7 +27,7 @@ def kernel(request) -> Any:
     if request.param == "blocks":
         return blocks
     engine("numba")
-    from maniple.rules import fused
+    from maniple.rules.kernels import numba_kernels as fused
 
     return fused
 
@@ -35,7 +35,7 @@ def kernel(request) -> Any:
 @pytest.fixture(scope="module")
 def fused() -> Any:
     engine("numba")
-    from maniple.rules import fused
+    from maniple.rules.kernels import numba_kernels as fused
 
     return fused
 
@@ -124,13 +124,13 @@ def test_values_that_are_not_finite_are_refused_one_by_one(kernel, update):
 @every_update
 def test_one_bad_value_anywhere_is_noticed_and_its_element_restored(kernel, update):
     size = BLOCK + 5
-    for bad, place in itertools.product([np.nan, np.inf, -np.inf], [0, BLOCK - 1, BLOCK, size - 1]):
+    for bad, environment in itertools.product([np.nan, np.inf, -np.inf], [0, BLOCK - 1, BLOCK, size - 1]):
         x, c, old = values(1, size, "float32")
-        x[place] = bad
-        kept = c[place]
-        assert UPDATES[update][0](kernel, x, c, old) is False, (bad, place)
-        assert x[place] == c[place] == kept, (bad, place)
-        assert not update.startswith("difference") or old[place] == kept, (bad, place)
+        x[environment] = bad
+        kept = c[environment]
+        assert UPDATES[update][0](kernel, x, c, old) is False, (bad, environment)
+        assert x[environment] == c[environment] == kept, (bad, environment)
+        assert not update.startswith("difference") or old[environment] == kept, (bad, environment)
 
 
 @every_update
@@ -243,6 +243,7 @@ def test_compiled_kernels_are_used_where_numba_is_installed(fused):
 @pytest.fixture
 def uncached(monkeypatch) -> None:
     monkeypatch.setattr("maniple.rules.kernels.compiled", compiled.__wrapped__)
+    monkeypatch.setattr("maniple.rules.kernels.active", None)
 
 
 def test_numpy_kernels_are_used_without_numba(uncached, monkeypatch):
@@ -251,7 +252,7 @@ def test_numpy_kernels_are_used_without_numba(uncached, monkeypatch):
 
 
 def test_numpy_kernels_are_used_where_numba_is_broken(fused, uncached, monkeypatch):
-    """By the rules, and by circles and pools, which load theirs the same way."""
+    """By the rules, and by collectives and pools, which load theirs the same way."""
 
     def refuse(name: str) -> None:
         raise ImportError("Numba needs another NumPy")
@@ -265,8 +266,12 @@ def test_numpy_kernels_are_used_where_numba_is_broken(fused, uncached, monkeypat
 
 
 def test_other_threads_compute_with_the_numpy_kernels_while_the_compiled_ones_are_loading(fused, monkeypatch):
-    monkeypatch.setattr("maniple.rules.kernels._is_loading", True)
-    assert kernels() is blocks
+    seen = []
+    monkeypatch.setattr("maniple.rules.kernels.active", None)
+    monkeypatch.setattr("maniple.rules.kernels.compiled", lambda _: seen.append(kernels()) or fused)
+    warm_up(["float32"])
+    assert seen[0] is blocks
+    assert kernels() is fused
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -98,7 +98,7 @@ def test_first_difference_is_named(mine, theirs, words):
 
 
 def test_two_arrays_of_one_name_are_refused():
-    with pytest.raises(InvalidArgument, match="'w' stands for two arrays"):
+    with pytest.raises(InvalidArgument, match="two arrays are named 'w'"):
         Layout([W, W])
 
 

@@ -16,24 +16,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from maniple.center.segment import DEAD, LEFT, LIVE
 from maniple.errors import HostAway, InvalidArgument, WaitedTooLong
-from maniple.sampler import Lease, Sampler, Table, Terms
-from maniple.sampler.lease import Unfinished, Verdict
-from maniple.sampler.remote import LEASE, LOOK, Borrower, Tables
-from maniple.sampler.table import MOST_LEASES
+from maniple.memory.segment import DEAD, LEFT, LIVE
+from maniple.sampler import Lease, LeaseTable, LeaseTerms, Sampler
+from maniple.sampler.leases import MAX_LEASES, LeaseSnapshot, NoLease
+from maniple.sampler.remote_leases import LEASE, LOOK, LeaseTables, RemoteLender
 from tests.unit.leasing import Run, Sample, Tenant, drawn_at_once, samples_of
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path, Terms(count=10, chunk=3, shuffle=True))  # chunks 0 to 3, the last of 1 sample
+    run = Run(tmp_path, LeaseTerms(count=10, lease_size=3, shuffle=True))  # chunks 0 to 3, the last of 1 sample
     yield run
     run.close()
 
 
 def samples(*epochs: int) -> list[Sample]:
-    return [(epoch, place) for epoch in epochs for place in range(10)]
+    return [(epoch, environment) for epoch in epochs for environment in range(10)]
 
 
 class Leasing(RuleBasedStateMachine):
@@ -46,7 +45,7 @@ class Leasing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = TemporaryDirectory()
-        self.run = Run(Path(self.folder.name), Terms(count=10, chunk=3, shuffle=True))
+        self.run = Run(Path(self.folder.name), LeaseTerms(count=10, lease_size=3, shuffle=True))
         self.live: dict[int, Tenant] = {}
         self.held: dict[int, dict[int, Lease]] = {}
         self.drawn: dict[int, set[int]] = {}
@@ -56,7 +55,7 @@ class Leasing(RuleBasedStateMachine):
         self.done: Counter[Sample] = Counter()
         self.trained: Counter[Sample] = Counter()
         self.has_loss = False
-        self.snapshot = (self.run.table().unfinished(), Counter[Sample]())
+        self.snapshot = (self.run.table().snapshot(), Counter[Sample]())
 
     def come(self, rank: int) -> None:
         self.live[rank] = tenant = self.run.join(rank)
@@ -93,8 +92,8 @@ class Leasing(RuleBasedStateMachine):
         assert all(one in open_ for one in left), "a pass ends while some of its samples are free"
         others = [(who, slot) for who, slot in map(open_.__getitem__, left) if who != rank]
         is_drawing = any(slot not in self.drawn[who] for who, slot in others)
-        assert answer is (Verdict.WAIT if is_drawing else Verdict.END)
-        if answer is Verdict.END:
+        assert answer is (NoLease.WAIT if is_drawing else NoLease.END)
+        if answer is NoLease.END:
             self.begin_next(rank)
 
     def begin_next(self, rank: int) -> None:
@@ -133,7 +132,7 @@ class Leasing(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        self.snapshot = (self.run.table().unfinished(), Counter(self.done))
+        self.snapshot = (self.run.table().snapshot(), Counter(self.done))
 
     @precondition(lambda self: self.live)
     @rule()
@@ -211,7 +210,7 @@ def test_successor_of_the_same_rank_gets_what_its_predecessor_left(run):
     assert run.join(0).take(0) == lost
 
 
-def test_what_one_thought_dead_says_of_a_lease_that_another_has_now_is_not_heard(run):
+def test_a_message_of_a_worker_thought_dead_about_a_lease_that_another_has_is_ignored(run):
     first, second = run.join(0), run.join(1)
     slot = first.take(0).slot
     run.segment.mark(0, DEAD)
@@ -226,9 +225,9 @@ def test_last_chunks_are_waited_for_only_while_they_are_being_drawn(run):
     first, second = run.join(0), run.join(1)
     slot = first.take(0).slot
     assert len(second.finish(0)) == 7
-    assert second.take(0) is Verdict.WAIT
+    assert second.take(0) is NoLease.WAIT
     first.take(-1, drawn=[slot])
-    assert second.take(0) is Verdict.END
+    assert second.take(0) is NoLease.END
     run.segment.mark(0, DEAD)
     assert second.take(1) == Lease(slot, 0, 0, 3), "what was drawn and not done is left behind in a later pass"
 
@@ -243,23 +242,23 @@ def test_answer_that_was_lost_is_given_again(run):
 
 def test_table_with_other_terms_is_refused_and_the_first_chunk_size_holds(run):
     run.table()
-    for other in (Terms(11, 3, True), Terms(10, 3, False)):
+    for other in (LeaseTerms(11, 3, True), LeaseTerms(10, 3, False)):
         with pytest.raises(InvalidArgument, match="All workers must call"):
-            Table.open(run.segment, 0, other)
-    assert Table.open(run.segment, 0, Terms(10, 5, True)).terms.chunk == 3
+            LeaseTable.open(run.segment, 0, other)
+    assert LeaseTable.open(run.segment, 0, LeaseTerms(10, 5, True)).terms.lease_size == 3
 
 
 def test_snapshot_keeps_what_is_not_done(run):
     tenant = run.join(0)
     done, held = tenant.take(0), tenant.take(0)
     tenant.take(-1, done=[done.slot], drawn=[held.slot])
-    saved = tenant.table.unfinished()
+    saved = tenant.table.snapshot()
     assert saved.leased == [(0, 3, 6)]
     assert saved.samples == 3
     run.resume(saved)
     again = run.join(0)
     assert again.finish(0) == samples(0)[3:]
-    assert again.table.unfinished().samples == 0
+    assert again.table.snapshot().samples == 0
 
 
 def test_epoch_that_was_closed_for_new_ones_brings_nothing_more(run):
@@ -267,16 +266,16 @@ def test_epoch_that_was_closed_for_new_ones_brings_nothing_more(run):
     kept = slow.take(0)
     for epoch in range(20):
         hasty.take(-1, drawn=[hasty.take(epoch).slot])
-    assert slow.take(0, drawn=[kept.slot]) is Verdict.END
+    assert slow.take(0, drawn=[kept.slot]) is NoLease.END
     assert slow.take(19).epoch == 19
 
 
 def test_full_table_asks_for_leases_back(tmp_path):
-    run = Run(tmp_path, Terms(MOST_LEASES + 1, 1, False))
+    run = Run(tmp_path, LeaseTerms(MAX_LEASES + 1, 1, False))
     tenant = run.join(0)
-    for _ in range(MOST_LEASES):
+    for _ in range(MAX_LEASES):
         tenant.take(0)
-    assert tenant.take(0) is Verdict.FULL
+    assert tenant.take(0) is NoLease.FULL
     assert isinstance(tenant.take(0, done=[7]), Lease)
     run.close()
 
@@ -284,7 +283,7 @@ def test_full_table_asks_for_leases_back(tmp_path):
 def test_passes_left_early_do_not_fill_the_table(run):
     tenant = run.join(0)
     back: list[int] = []
-    for epoch in range(MOST_LEASES + 3):
+    for epoch in range(MAX_LEASES + 3):
         lease = tenant.take(epoch, back=back)
         assert (lease.epoch, lease.start) == (epoch, 0)
         back = [lease.slot]
@@ -295,22 +294,25 @@ class Killed(BaseException):
 
 
 class Mortal:
-    """The words of a table whose holder is killed before it writes one more than `writes`."""
+    """A column of a table whose holder is killed before it writes one more than `writes[0]` words to all of them."""
 
-    def __init__(self, words: Any, writes: int) -> None:
-        self.words, self.writes = words, writes
+    def __init__(self, column: Any, writes: list[int]) -> None:
+        self.column, self.writes = column, writes
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.words[place]
+    def __getitem__(self, index: Any) -> Any:
+        return self.column[index]
 
-    def __setitem__(self, place: Any, value: Any) -> None:
-        if self.writes == 0:
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.writes[0] == 0:
             raise Killed
-        self.writes -= 1
-        self.words[place] = value
+        self.writes[0] -= 1
+        self.column[index] = value
 
-    def release(self) -> None:
-        self.words.release()
+    def __iter__(self) -> Any:
+        return iter(self.column)
+
+    def tolist(self) -> list[int]:
+        return self.column.tolist()
 
 
 @pytest.mark.parametrize("scene", ["first of an epoch", "next", "left behind", "back", "last epoch closed", "split"])
@@ -339,7 +341,9 @@ def test_kill_at_any_word_of_a_take_loses_nothing(run, scene, most, writes):
         done += witness.finish(15)
         victim = run.join(0)
         news = {}
-    victim.table._words = Mortal(victim.table._words, writes)
+    columns, left = vars(victim.table._fields), [writes]
+    for name in set(columns) - {"owners"}:  # which is only read
+        columns[name] = Mortal(columns[name], left)
     with contextlib.suppress(Killed):
         victim.take(epoch, most=most, **news)
     run.segment.mark(0, DEAD)
@@ -354,13 +358,13 @@ class Host:
     """What a host grants to workers elsewhere, without the network."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.tables = run, Tables(run.segment)
+        self.run, self.tables = run, LeaseTables(run.segment)
         self.is_away = False
         self.answers_lost = 0
         self.may_fail = threading.Event()  # until then, a question to a host that is away goes unanswered
         self.may_fail.set()
 
-    def lender(self, rank: int, terms: Terms | None = None) -> Borrower:
+    def lender(self, rank: int, terms: LeaseTerms | None = None) -> RemoteLender:
         holder = self.run.join(rank).holder
 
         def ask(request: str, info: dict[str, Any], *, timeout_s: float) -> Any:
@@ -373,10 +377,10 @@ class Host:
                 raise WaitedTooLong("the answer was lost")
             return answer
 
-        return Borrower(ask, 0, terms or self.run.terms, on_away=lambda: None)
+        return RemoteLender(ask, 0, terms or self.run.terms, on_away=lambda: None)
 
 
-def trained(lender: Borrower, epoch: int) -> list[int]:
+def trained(lender: RemoteLender, epoch: int) -> list[int]:
     """The samples of one pass, each done when the next lease is asked for, but those that nobody has lent."""
     found, done = [], []
     while isinstance(lease := lender.take(epoch, done=done), Lease):
@@ -385,12 +389,12 @@ def trained(lender: Borrower, epoch: int) -> list[int]:
     return found
 
 
-def test_worker_elsewhere_is_told_the_chunk_size_and_refused_with_other_data(run):
+def test_remote_worker_gets_the_chunk_size_and_is_refused_with_other_data(run):
     host = Host(run)
-    assert host.lender(0).terms.chunk == 3
-    assert host.lender(1, Terms(10, 5, True)).terms.chunk == 3
+    assert host.lender(0).terms.lease_size == 3
+    assert host.lender(1, LeaseTerms(10, 5, True)).terms.lease_size == 3
     with pytest.raises(InvalidArgument, match="All workers must call"):
-        host.lender(2, Terms(11, 3, True))
+        host.lender(2, LeaseTerms(11, 3, True))
 
 
 def test_lease_whose_answer_was_lost_is_not_lost(run):
@@ -399,10 +403,10 @@ def test_lease_whose_answer_was_lost_is_not_lost(run):
     host.answers_lost = 2
     assert trained(lender, 0) == list(range(10))
     lender.take(-1)
-    assert run.table().unfinished().samples == 0
+    assert run.table().snapshot().samples == 0
 
 
-def test_lease_asked_for_ahead_is_given_back_when_its_pass_is_left_or_the_script_ends(run):
+def test_lease_requested_ahead_is_returned_when_its_pass_is_left_or_the_script_ends(run):
     host = Host(run)
     lender, other = host.lender(0), run.join(1)
     first = lender.take(0)
@@ -425,18 +429,18 @@ def test_worker_elsewhere_trains_on_without_waiting_while_its_host_is_away(run):
     host.may_fail.set()
     lender.take(-1)
     run.segment.mark(0, DEAD)
-    assert sorted(run.join(1).finish(0)) == samples(0)[3:], "what was told done while the host was away is done"
+    assert sorted(run.join(1).finish(0)) == samples(0)[3:], "what was reported done while the host was away is done"
 
 
-def test_what_a_worker_says_of_leases_before_a_restored_snapshot_is_not_heard(run, monkeypatch):
+def test_messages_about_leases_from_before_a_restored_snapshot_are_ignored(run, monkeypatch):
     dice = iter([0, 1000])
     monkeypatch.setattr(secrets, "randbelow", lambda _: next(dice))
     host = Host(run)
     lender = host.lender(0)
     old = [lender.take(0).slot, lender.take(0).slot]
     lender._ahead[1].result()
-    run.resume(run.table().unfinished())
-    host.tables = Tables(run.segment)
+    run.resume(run.table().snapshot())
+    host.tables = LeaseTables(run.segment)
     run.segment.renew(0)
     run.segment.mark(0, LIVE)  # it comes back under its old name
     old.append(lender.take(0).slot)  # the one that was asked for ahead
@@ -448,7 +452,7 @@ def test_what_a_worker_says_of_leases_before_a_restored_snapshot_is_not_heard(ru
 
 @pytest.mark.parametrize("seed", range(3))
 def test_workers_elsewhere_are_granted_each_chunk_once_at_the_same_time(tmp_path, seed):
-    run = Run(tmp_path, Terms(2000, 1, True))
+    run = Run(tmp_path, LeaseTerms(2000, 1, True))
     host = Host(run)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -468,7 +472,7 @@ def test_a_worker_of_a_resumed_run_begins_with_the_first_epoch_that_has_samples_
     first.finish(1)
     lease = first.take(2)
     assert run.join(1).first_epoch(0) == 2, "three samples of it are handed out, and not done"
-    run.resume(run.table().unfinished())
+    run.resume(run.table().snapshot())
     second = run.join(0)
     assert second.first_epoch(0) == second.first_epoch(5) == 2
     assert second.finish(2)[0] == (2, lease.start)
@@ -486,7 +490,7 @@ def test_fast_worker_is_passes_ahead_and_never_takes_the_share_of_a_slow_one(run
     assert slow.first_epoch(5) == 0
     taken += [slow.finish(epoch, 5) for epoch in range(3)]
     assert [one for part in taken for one in part] == samples(0, 1, 2), "epoch after epoch, whoever takes it"
-    assert run.table().unfinished().missed == 0
+    assert run.table().snapshot().missed == 0
 
 
 def test_rest_of_a_worker_that_dies_is_taken_first_and_what_nobody_takes_is_counted(run):
@@ -496,7 +500,7 @@ def test_rest_of_a_worker_that_dies_is_taken_first_and_what_nobody_takes_is_coun
     run.segment.mark(0, DEAD)
     assert other.finish(1, 5) == samples_of(lost) + samples(0)[8:]
     assert other.finish(2, 5) == samples(1)[:5]
-    left = run.table().unfinished()
+    left = run.table().snapshot()
     assert (left.missed, left.samples, left.progress) == (15, 0, (1, 5))
 
 
@@ -511,7 +515,7 @@ def test_successor_begins_in_the_pass_to_which_its_rank_has_come(run):
     assert again.first_epoch(5) == 2
     assert run.join(2).first_epoch(5) == 1, "another begins in the first epoch that has samples left"
     assert len(again.finish(2, 5)) == len(other.finish(1, 5)) == len(other.finish(2, 5)) == 5
-    assert run.table().unfinished().progress == (3, 0)
+    assert run.table().snapshot().progress == (3, 0)
 
 
 def test_lease_left_behind_that_is_larger_than_the_rest_of_a_pass_is_cut(run):
@@ -538,9 +542,9 @@ def test_worker_that_comes_late_makes_the_passes_of_the_others_shorter(run):
 
 def test_snapshot_from_before_leases_were_ranges_is_read():
     old = {"terms": {"count": 10, "chunk": 3, "shuffle": True}, "cursors": [[0, 4], [1, 2]], "leases": [[0, 3], [1, 0]]}
-    saved = msgspec.convert(old, Unfinished)
-    assert saved == Unfinished(Terms(10, 3, True), [(0, 10), (1, 6)], [(0, 9, 10), (1, 0, 3)])
-    assert msgspec.json.decode(msgspec.json.encode(saved), type=Unfinished) == saved
+    saved = msgspec.convert(old, LeaseSnapshot)
+    assert saved == LeaseSnapshot(LeaseTerms(10, 3, True), [(0, 10), (1, 6)], [(0, 9, 10), (1, 0, 3)])
+    assert msgspec.json.decode(msgspec.json.encode(saved), type=LeaseSnapshot) == saved
 
 
 def test_worker_elsewhere_asks_for_no_more_than_its_pass_may_have(run):

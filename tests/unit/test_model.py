@@ -8,19 +8,19 @@ import types
 import numpy as np
 import pytest
 
-from maniple.cli.record import table
-from maniple.cli.session import Session, command_words
-from maniple.decisions import Decisions
+from maniple.cli.reports import table
+from maniple.controller import DefaultPolicy
 from maniple.errors import InvalidArgument
-from maniple.model import history, top_errors
+from maniple.model import top_errors
 from maniple.model.contract import faults, load_class, make, shareable
+from maniple.model.loop import load_optimizer, newest_checkpoint, write_checkpoint
 from maniple.model.recorder import Recorder
-from maniple.model.saved import Saved, validate_again
-from maniple.model.validation import VALIDATION, measured, validate
-from maniple.place import Limits
-from maniple.record import Events, Folder
+from maniple.model.validation import VALIDATION_METRICS, SavedModels, metrics_of, validate, validate_saved
+from maniple.record import Events, RunFolder
 from maniple.record.times import PARTS, gather, read_times
-from maniple.watch.picture import draw
+from maniple.session import Session, command_words
+from maniple.settings.options import Limits
+from maniple.watch.plot import draw_times as draw
 from tests.written import T0, Written
 
 
@@ -55,12 +55,12 @@ def test_a_class_that_keeps_the_contract_has_no_faults():
 
 
 def test_the_constructor_gets_its_config_or_nothing():
-    class Told(Whole):
+    class Reported(Whole):
         def __init__(self, config):
             super().__init__()
             self.config = config
 
-    assert make(Told, CONFIG).config is CONFIG
+    assert make(Reported, CONFIG).config is CONFIG
 
 
 def test_all_that_is_missing_is_named_at_once_with_what_it_should_be():
@@ -70,10 +70,10 @@ def test_all_that_is_missing_is_named_at_once_with_what_it_should_be():
     with pytest.raises(InvalidArgument) as caught:
         make(Empty, CONFIG)
     text = str(caught.value)
-    assert "Empty cannot be trained: of what a model needs, 7 things are missing or of a wrong kind" in text
+    assert "Empty cannot be trained. Of what a model needs, 7 are missing or wrong" in text
     for part in (
         "params is missing: a torch module, a list of torch parameters, or a dict of NumPy arrays",
-        "data.n_batch_train is missing: a whole number",
+        "data.n_batch_train is missing: an integer",
         "data.n_batch_val is missing",
         "train_iter(self, count, recorder) is missing: it trains on batch `count`",
         "val_iter(self, count, recorder) is missing",
@@ -98,7 +98,7 @@ def test_what_is_of_a_wrong_kind_is_named_with_what_it_is():
 
     found = "\n".join(faults(Wrong()))
     for part in (
-        "params is a dict whose 'w' is no NumPy array",
+        "params is a dict whose 'w' is not a NumPy array",
         "data.n_batch_train is 2.5",
         "data.n_batch_val is -1",
         "train_iter(count) has other arguments: it is train_iter(self, count, recorder)",
@@ -110,9 +110,7 @@ def test_what_is_of_a_wrong_kind_is_named_with_what_it_is():
 
 
 def test_fewer_batches_than_workers_are_refused():
-    assert faults(Whole(), world=5) == [
-        "data.n_batch_train is 4, but there are 5 workers: each needs at least one batch"
-    ]
+    assert faults(Whole(), world=5) == ["data.n_batch_train is 4, but there are 5 workers, and each needs a batch"]
 
 
 def test_torch_parameters_are_taken_as_a_module_and_as_a_list():
@@ -153,12 +151,16 @@ def test_a_model_that_gives_the_same_score_to_all_or_no_number_is_not_right():
 
 
 def test_results_may_be_a_number_a_tuple_or_a_dict():
-    assert measured(0.5, VALIDATION, "val_iter") == {"loss": 0.5}
-    assert measured((0.5, 0.2, 0.1), VALIDATION, "val_iter") == {"loss": 0.5, "top1_error": 0.2, "top5_error": 0.1}
-    assert measured({"loss": 0.5, "bleu": 3}, VALIDATION, "val_iter") == {"loss": 0.5, "bleu": 3}
+    assert metrics_of(0.5, VALIDATION_METRICS, "val_iter") == {"loss": 0.5}
+    assert metrics_of((0.5, 0.2, 0.1), VALIDATION_METRICS, "val_iter") == {
+        "loss": 0.5,
+        "top1_error": 0.2,
+        "top5_error": 0.1,
+    }
+    assert metrics_of({"loss": 0.5, "bleu": 3}, VALIDATION_METRICS, "val_iter") == {"loss": 0.5, "bleu": 3}
     for nothing in (None, {"cost": 1.0}):
-        with pytest.raises(InvalidArgument, match=r"val_iter has given .*, where a loss is needed"):
-            measured(nothing, VALIDATION, "val_iter")
+        with pytest.raises(InvalidArgument, match=r"val_iter returned .*, but a loss is required"):
+            metrics_of(nothing, VALIDATION_METRICS, "val_iter")
 
 
 def test_validation_weighs_batches_by_their_samples():
@@ -181,7 +183,7 @@ class Powers:
     def discard_candidate(self):
         self.done.append("discard")
 
-    def keep_best(self, number):
+    def keep_best(self, number, loss):
         self.done.append(f"best {number}")
 
     def keep_epoch(self, number):
@@ -194,8 +196,8 @@ def part(epoch, loss, *, batches, weight, of=4):
 
 
 def test_the_last_part_brings_the_means_over_all_of_them_and_counts_for_the_best():
-    decisions = Decisions(Limits(patience=2))
-    decisions.powers = powers = Powers()
+    decisions = DefaultPolicy(Limits(patience=2))
+    decisions.host = powers = Powers()
     first = decisions.answer((0, 0), "validated", part(1, 1.0, batches=1, weight=10))
     assert first == {"best": False, "stop": False, "means": None}
     last = decisions.answer((1, 0), "validated", part(1, 2.0, batches=3, weight=30))
@@ -206,19 +208,19 @@ def test_the_last_part_brings_the_means_over_all_of_them_and_counts_for_the_best
     assert answer["stop"], "two validations in a row brought nothing better"
 
 
-def test_a_part_that_is_told_again_counts_once_and_later_parts_are_kept():
-    decisions = Decisions()
+def test_a_part_that_is_sent_again_counts_once_and_later_parts_are_kept():
+    decisions = DefaultPolicy()
     for _ in range(2):
         assert decisions.answer((0, 0), "validated", part(1, 1.0, batches=3, weight=1))["means"] is None
     assert decisions.answer((0, 1), "validated", part(2, 1.0, batches=3, weight=1))["means"] is None
     assert decisions.answer((1, 0), "validated", part(1, math.nan, batches=1, weight=1))["means"]["error"] == 0.5
-    assert list(decisions.known.parts) == ["2"]
+    assert list(decisions.state.parts) == ["2"]
 
 
 def test_an_epoch_is_kept_for_the_first_who_asks():
-    decisions = Decisions()
+    decisions = DefaultPolicy()
     assert decisions.answer((0, 0), "keep", {"epoch": 2}) == {"name": None}, "alone there is nowhere to keep it"
-    decisions.powers = powers = Powers()
+    decisions.host = powers = Powers()
     answers = [decisions.answer((rank, 0), "keep", {"epoch": epoch})["name"] for epoch in (2, 4) for rank in (0, 1)]
     assert answers == ["epoch-0002", None, "epoch-0004", None]
     assert powers.done == ["epoch 2", "epoch 4"]
@@ -241,7 +243,7 @@ def recorded(monkeypatch, *, every=2):
     """A recorder whose clock the test moves."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr("maniple.model.recorder.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr("maniple.worker.progress.lost_s", lambda: 0.0)
+    monkeypatch.setattr("maniple.feed.local_feed.WaitTimes.total_s", 0.0)
     between = types.SimpleNamespace(seconds=0.0, is_measured=False)
     replica = types.SimpleNamespace(spent_s=0.0, waited_s=0.0, between=between)
     worker = Noted()
@@ -309,7 +311,7 @@ def test_an_epoch_has_the_means_of_all_its_batches(monkeypatch):
     for loss in (1.0, 3.0, 5.0):
         clock.now += 1.0
         recorder.batch({"loss": loss})
-    recorder.tell()
+    recorder.flush()
     row = recorder.finish({"val_loss": 0.5})
     assert (row["epoch"], row["batches"], row["seconds"], row["loss"], row["val_loss"]) == (3, 3, 3.0, 3.0, 0.5)
 
@@ -317,7 +319,7 @@ def test_an_epoch_has_the_means_of_all_its_batches(monkeypatch):
 def test_a_part_of_the_time_that_does_not_exist_is_refused(monkeypatch):
     *_, recorder = recorded(monkeypatch)
     recorder.start()
-    with pytest.raises(InvalidArgument, match=r"'comm' is no part of the time .*compute, exchange, data, others"):
+    with pytest.raises(InvalidArgument, match=r"'comm' is no part of the time. Use one of compute, exchange"):
         recorder.end("comm")
 
 
@@ -353,11 +355,11 @@ def test_an_optimizer_and_its_record_are_found_again(tmp_path):
     (tmp_path / "center/epoch-0002").mkdir(parents=True)
     before = trained(3)
     before.param_groups[0]["lr"] = 0.05
-    history.write(tmp_path / "center/epoch-0002", before, epochs=2, rows=[{"epoch": 1}, {"epoch": 2}])
-    folder, training = history.newest(tmp_path)
+    write_checkpoint(tmp_path / "center/epoch-0002", before, epochs=2, rows=[{"epoch": 1}, {"epoch": 2}])
+    folder, training = newest_checkpoint(tmp_path)
     assert (folder.name, training.epochs, training.rows) == ("epoch-0002", 2, [{"epoch": 1}, {"epoch": 2}])
     after = trained(0)
-    history.load_optimizer(folder, training, after)
+    load_optimizer(folder, training, after)
     assert after.param_groups[0]["lr"] == 0.05
     for key, value in before.state_dict()["state"][0].items():
         assert torch.equal(after.state_dict()["state"][0][key], value)
@@ -372,19 +374,19 @@ def test_epochs_from_after_the_center_that_a_run_began_again_from_do_not_count(t
     for number in (1, 2, 3):
         keep(number, saved=100.0 * number)
     (tmp_path / "center/epoch-0009").mkdir()  # nobody has put a record beside it
-    assert history.newest(tmp_path)[1].epochs == 3
-    events = Events(Folder(tmp_path).events("host"))
+    assert newest_checkpoint(tmp_path)[1].epochs == 3
+    events = Events(RunFolder(tmp_path).events("host"))
     events.write("start")
     events.write("restored", snapshot="epoch-0002", saved=199.0)
-    assert history.newest(tmp_path)[1].epochs == 2
+    assert newest_checkpoint(tmp_path)[1].epochs == 2
     events.write("start")
     events.write("restored", snapshot="snapshot-000001", saved=150.0)
     events.close()
-    assert history.newest(tmp_path)[1].epochs == 1
+    assert newest_checkpoint(tmp_path)[1].epochs == 1
     keep(4, saved=1e12)
-    assert history.newest(tmp_path)[1].epochs == 4, "made since then"
-    assert history.newest(tmp_path, before_start=True)[1].epochs == 1
-    assert history.newest(None) is None
+    assert newest_checkpoint(tmp_path)[1].epochs == 4, "made since then"
+    assert newest_checkpoint(tmp_path, before_start=True)[1].epochs == 1
+    assert newest_checkpoint(None) is None
 
 
 def test_saved_models_are_validated_again_and_in_between(tmp_path, capsys):
@@ -395,12 +397,12 @@ def test_saved_models_are_validated_again_and_in_between(tmp_path, capsys):
         save_file({"w": np.full(2, value)}, tmp_path / name / "center-0.safetensors")
     base = 8 / 6
     model = Whole()
-    saved = Saved(model)
+    saved = SavedModels(model)
     one, other = saved.read(tmp_path / "one"), saved.read(tmp_path / "other" / "center-0.safetensors")
-    assert [(share, means["loss"]) for share, means in saved.between(one, other, 3)] == [
+    assert [(share, means["loss"]) for share, means in saved.interpolate(one, other, 3)] == [
         (0.0, pytest.approx(base)), (0.5, pytest.approx(base + 4)), (1.0, pytest.approx(base + 8)),
     ]  # fmt: skip
-    validate_again(model, [tmp_path / "one", tmp_path / "other"], None, 5)
+    validate_saved(model, [tmp_path / "one", tmp_path / "other"], None, 5)
     assert capsys.readouterr().out.splitlines()[1].endswith("other: loss 9.33333")
     save_file({"w": np.zeros(3)}, tmp_path / "third.safetensors")
     with pytest.raises(InvalidArgument, match=r"has an array of \[3\] for parameter 'w' float64\[2\]"):
@@ -422,7 +424,7 @@ def test_a_session_runs_a_model_or_a_script():
         Session()
     with pytest.raises(InvalidArgument, match=r"was given both"):
         Session("a.py:A", script="b.py")
-    with pytest.raises(InvalidArgument, match=r"Local cannot be found by a worker"):
+    with pytest.raises(InvalidArgument, match=r"Local cannot be imported by a worker"):
 
         class Local:
             pass
@@ -447,4 +449,4 @@ def test_an_epoch_that_was_abandoned_is_not_counted_beside_the_one_that_was_made
         (2, 10, 3.0),
         (3, 10, 2.0),
     ]
-    assert sorted(times.validated) == [1, 2], "what validation found of an abandoned epoch is not told either"
+    assert sorted(times.validated) == [1, 2], "what validation found of an abandoned epoch is not reported either"

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
-from maniple.launch.death import last_words
-from maniple.launch.output import Output
-from maniple.launch.redraw import Redraw
+from maniple.launch.output import Output, ProgressFilter
+from maniple.text import last_words
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_all_that_was_printed_is_in_the_log_when_the_process_is_collected(printi
         os.write(output.pipe, f"{k}\n".encode())
     output.finish()
     assert (tmp_path / "worker-0.log").read_text().split() == [str(k) for k in range(1000)]
-    assert not output.problem and not output.kept
+    assert not output.problem and not output.unwritten
 
 
 def test_process_that_prints_nothing_has_an_empty_log(printing, tmp_path):
@@ -59,7 +58,7 @@ def test_line_that_is_printed_in_pieces_stays_one_though_the_log_was_closed_mean
         os.write(output.pipe, piece)
         output.finish()
         with output._lock:
-            output._shut()  # as when nothing comes for a while
+            output._close_log()  # as when nothing comes for a while
     assert (tmp_path / "worker-0.log").read_text() == "epoch 1: .... done\n"
 
 
@@ -69,8 +68,8 @@ def test_log_that_cannot_be_written_takes_the_newest_lines_when_it_can_again(pri
         os.write(output.pipe, f"{k} {'x' * 1000}\n".encode())
         output.finish()
     assert "No such file" in output.problem
-    assert len(output.kept) == 1 << 16
-    assert "    99 xxx" in last_words(tmp_path / "logs/worker-0.log", output.kept)
+    assert len(output.unwritten) == 1 << 16
+    assert "    99 xxx" in last_words(tmp_path / "logs/worker-0.log", output.unwritten)
     (tmp_path / "logs").mkdir()
     os.write(output.pipe, b"again\n")
     output.finish()
@@ -78,7 +77,7 @@ def test_log_that_cannot_be_written_takes_the_newest_lines_when_it_can_again(pri
     missing = sum(len(f"{k} {'x' * 1000}\n") for k in range(100)) - (1 << 16)
     assert f"[maniple: {missing:,} bytes are missing here: No such file or directory]" in text.splitlines()[1]
     assert text.endswith(f"99 {'x' * 1000}\nagain\n")
-    assert not output.kept
+    assert not output.unwritten
 
 
 def test_what_a_process_could_not_write_comes_before_the_lines_of_its_successor(printing, tmp_path):
@@ -141,7 +140,7 @@ def test_nested_bars_leave_a_line_for_each_that_stays(printing, tmp_path):
 
 def redrawn(*pieces: bytes, every_s: float = 0.0) -> bytes:
     """What a log holds of these pieces, printed with so many seconds between them."""
-    redraw = Redraw()
+    redraw = ProgressFilter()
     logged = [redraw.feed(piece, every_s * number) for number, piece in enumerate(pieces)]
     return b"".join(logged) + redraw.flush()
 
@@ -165,13 +164,13 @@ def test_output_is_the_same_however_the_pipe_cuts_it(printed, cuts):
 @given(st.lists(st.text("aé█ \t", max_size=5).map(str.encode)), st.lists(st.integers(1, 6)))
 def test_ordinary_lines_come_to_the_log_as_they_were_printed(lines, cuts):
     whole = b"\n".join(lines)
-    redraw = Redraw()
+    redraw = ProgressFilter()
     assert redraw.feed(whole, 0.0) == whole and redraw.is_plain
     assert redrawn(whole.replace(b"\n", b"\r\n")) == whole
 
 
 def test_a_long_bar_comes_to_the_log_less_and_less_often():
-    redraw, logged = Redraw(), []
+    redraw, logged = ProgressFilter(), []
     for step in range(36000):  # an hour
         logged += redraw.feed(b"\r%5d of 36000 steps  " % step, step / 10).splitlines()
     assert 60 < len(logged) < 70

@@ -136,7 +136,7 @@ def test_exchanges_that_become_twice_as_dear_become_half_as_frequent():
 
 def test_cost_that_was_underestimated_is_learnt():
     clock = Clock(expecting(RateLimit(0.25), 0.1), 0.01, lambda i: 1.0).run_until(40)
-    assert clock.shares[0] > 0.25  # told too little, the first one came too early
+    assert clock.shares[0] > 0.25  # with too few reports, the first one came too early
     assert clock.shares[-1] <= 0.25 * 1.0001
 
 
@@ -223,7 +223,7 @@ def test_failed_exchanges_count_with_their_cost():
     assert clock.shares[-1] == pytest.approx(0.25, rel=0.02)
 
 
-def test_workers_do_not_meet_at_a_host_that_returns():
+def test_workers_do_not_all_return_to_a_host_at_once():
     workers = 8
     clocks = [Clock(expecting(RateLimit(0.5 / workers), 1.0), 0.1, lambda i: 0.001) for _ in range(workers)]
     for rank, clock in enumerate(clocks):

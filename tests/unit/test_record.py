@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maniple.errors import InvalidArgument, ManipleError
-from maniple.record import Events, Folder, Tail, Tails, read_events
+from maniple.record import Events, RunFolder, Tail, Tails, read_events
 from maniple.record.events import append_rows, parts
 from maniple.record.folder import fresh_name, write_json
 from tests.limits import file_limit
@@ -45,7 +45,7 @@ def test_every_row_has_its_event_its_time_and_the_fields_of_its_writer(path):
 
 def test_datestamp_is_the_local_minute_of_its_timestamp(path, monkeypatch):
     now = [1_700_000_000.0]
-    monkeypatch.setattr("maniple.record.events.time.time", lambda: now[0])
+    monkeypatch.setattr("maniple.record.events.clock.time", lambda: now[0])
     events = Events(path)
     for later in (0, 1, 59, 3600, 86400):
         now[0] = 1_700_000_000.0 + later
@@ -142,7 +142,7 @@ def test_without_a_path_nothing_is_written():
     events.close()
 
 
-def test_rows_after_the_close_are_dropped_in_silence(path):
+def test_rows_after_the_close_are_dropped_without_an_error(path):
     events = Events(path)
     events.close()
     events.close()
@@ -225,7 +225,7 @@ def test_large_file_is_followed_by_another_and_readers_see_one_record(path, smal
     assert [file.name for file in files[:3]] == ["worker-0.jsonl", "worker-0_000001.jsonl", "worker-0_000002.jsonl"]
     assert all(500 < file.stat().st_size <= 1000 for file in files[:-1])
     assert [row["step"] for row in read_events(path)] == list(range(200))
-    assert Folder(path.parents[1]).ranks() == [0]
+    assert RunFolder(path.parents[1]).ranks() == [0]
 
 
 def test_rows_that_were_sent_go_to_the_newest_file_once(path, small_parts):
@@ -324,28 +324,28 @@ def test_tail_gives_nothing_twice_at_its_close(tmp_path):
 
 
 def test_folder_of_a_run_has_its_parts_and_last_points_at_it(tmp_path):
-    folder = Folder.create(tmp_path / "runs", "first")
+    folder = RunFolder.create(tmp_path / "runs", "first")
     assert folder.path == tmp_path / "runs" / "first"
     assert folder.center.is_dir()
     assert folder.events(0).parent.is_dir()
     assert folder.log("host").parent.is_dir()
     assert (tmp_path / "runs" / "last").resolve() == folder.path
-    second = Folder.create(tmp_path / "runs", "second")
+    second = RunFolder.create(tmp_path / "runs", "second")
     assert (tmp_path / "runs" / "last").resolve() == second.path
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "last", "second"]
 
 
 def test_last_still_points_at_the_run_when_all_runs_are_moved(tmp_path):
-    Folder.create(tmp_path / "runs", "first")
+    RunFolder.create(tmp_path / "runs", "first")
     (tmp_path / "runs").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "last").resolve() == tmp_path / "moved" / "first"
 
 
 def test_run_never_overwrites_another(tmp_path):
-    (Folder.create(tmp_path, "mine").path / "run.json").write_text("precious")
-    Folder.create(tmp_path, "later")
+    (RunFolder.create(tmp_path, "mine").path / "run.json").write_text("precious")
+    RunFolder.create(tmp_path, "later")
     with pytest.raises(InvalidArgument, match="mine exists already"):
-        Folder.create(tmp_path, "mine")
+        RunFolder.create(tmp_path, "mine")
     assert (tmp_path / "mine" / "run.json").read_text() == "precious"
     assert (tmp_path / "last").resolve() == tmp_path / "later"
 
@@ -353,7 +353,7 @@ def test_run_never_overwrites_another(tmp_path):
 def test_folder_of_the_user_s_own_named_last_is_left_alone(tmp_path):
     (tmp_path / "last").mkdir()
     (tmp_path / "last" / "notes").touch()
-    Folder.create(tmp_path, "run")
+    RunFolder.create(tmp_path, "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "run"]
     assert (tmp_path / "last" / "notes").exists()
 
@@ -361,32 +361,32 @@ def test_folder_of_the_user_s_own_named_last_is_left_alone(tmp_path):
 @pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\0b", "a\u2028b", "a\udc80b"])
 def test_control_characters_cannot_name_a_run(tmp_path, name):
     with pytest.raises(InvalidArgument, match=r"the run's name .* holds the control character"):
-        Folder.create(tmp_path, name)
+        RunFolder.create(tmp_path, name)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "last", "a/b", "/tmp/x"])
 def test_name_that_would_lie_elsewhere_is_refused(tmp_path, name):
     with pytest.raises(InvalidArgument, match="cannot name a run"):
-        Folder.create(tmp_path, name)
+        RunFolder.create(tmp_path, name)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path):
     (tmp_path / "runs").write_text("a file stands in the way")
     with pytest.raises(ManipleError, match="runs"):
-        Folder.create(tmp_path / "runs", "name")
+        RunFolder.create(tmp_path / "runs", "name")
 
 
 def test_files_are_named_for_who_wrote_them(tmp_path):
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     assert folder.events(3) == tmp_path / "events" / "worker-3.jsonl"
     assert folder.events("host") == tmp_path / "events" / "host.jsonl"
     assert folder.log(3) == tmp_path / "logs" / "worker-3.log"
 
 
 def test_what_is_described_is_added_to_what_was_known(tmp_path):
-    folder = Folder.create(tmp_path, "run")
+    folder = RunFolder.create(tmp_path, "run")
     folder.describe(asked={"workers": 2}, exit_code=None)
     folder.describe(exit_code=0, where=Path("/x"))
     assert json.loads((folder.path / "run.json").read_text()) == {
@@ -418,11 +418,11 @@ def test_two_runs_within_a_second_get_names_of_their_own(tmp_path, monkeypatch):
 
 
 def test_last_points_at_the_run_before_one_that_could_not_begin(tmp_path):
-    first = Folder.create(tmp_path, "first")
-    Folder.create(tmp_path, "second").discard()
+    first = RunFolder.create(tmp_path, "first")
+    RunFolder.create(tmp_path, "second").discard()
     assert (tmp_path / "last").resolve() == first.path
-    third, fourth = Folder.create(tmp_path, "third"), Folder.create(tmp_path, "fourth")
+    third, fourth = RunFolder.create(tmp_path, "third"), RunFolder.create(tmp_path, "fourth")
     third.discard()
     assert (tmp_path / "last").resolve() == fourth.path, "that one has begun since"
-    Folder.create(tmp_path / "other", "only").discard()
+    RunFolder.create(tmp_path / "other", "only").discard()
     assert not (tmp_path / "other" / "last").is_symlink(), "a link to nothing helps nobody"

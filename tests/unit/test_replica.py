@@ -1,50 +1,28 @@
 """The replica's dealings with a center: what is exchanged when, and that nothing is counted twice."""
 
 import contextlib
+import types
 
 import numpy as np
 import pytest
 
 from maniple import BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Replica, Rule
 from maniple.adapters import adapt
-from maniple.center import Segment, Shared
-from maniple.circle.alone import Alone
+from maniple.center import Segment, SharedCenter
+from maniple.clock import clock
+from maniple.collectives.engines import SingleWorker
+from maniple.environment import Environment
 from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
-from maniple.place import Place
 from maniple.record import Events, read_events
-from maniple.worker.asked import check_pace, check_return
-from maniple.worker.logged import logged
-from maniple.worker.progress import Between
-from maniple.worker.synced import Synced
+from maniple.replica import Sharing, sharing_for
+from maniple.replica.context import TrainingContext
+from maniple.replica.replica import DataTime
+from maniple.replica.sharing import check_collectives
+from maniple.worker.worker import check_restart, logged
 
 
-class Owner:
-    """What a replica asks of its worker."""
-
-    rank = 3
-    is_over = False
-    is_hurried = False
-
-    def samples_taken(self) -> int:
-        return 0
-
-    def end_if_told(self) -> None:
-        pass
-
-    def stepped(self, replica) -> None:
-        pass
-
-    def settled(self, replica) -> None:
-        pass
-
-    def mind_absence(self, replica) -> None:
-        pass
-
-    def kept(self, replica, workers) -> None:
-        pass
-
-    def end_step(self, replica) -> None:
-        pass
+def context(rank: int = 0, events: Events | None = None) -> TrainingContext:
+    return TrainingContext(Environment(rank=rank, world=4, own_data=True, collectives="shared"), events=events)
 
 
 @pytest.fixture
@@ -61,14 +39,12 @@ def share(segment):
 
     def share(params, rule: Rule, pace=None, events=None) -> Replica:
         model = adapt(params)
-        center, _ = Shared.open_or_create(segment, "center-0", model, rank=len(replicas))
+        center, _ = SharedCenter.open_or_create(segment, "center-0", model, rank=len(replicas))
         segment.mark(len(replicas), 1)
-        settings = {"rule": rule, "pace": pace or Every(1), "events": events or Events(None), "worker": Owner()}
-        if rule.meets == "center":
-            replica = Replica(model, center, **settings)
-        else:
-            replica = Synced(model, center, Alone(), wire="float32", **settings)
-        replica.begin()
+        pace = pace or Every(1)
+        sharing = sharing_for(rule, center, pace=pace, wire="float32", is_alone=False, open_collectives=SingleWorker)
+        replica = Replica(model, sharing, rule=rule, pace=pace, context=context(3, events))
+        replica.sharing.begin()
         replicas.append(replica)
         return replica
 
@@ -79,7 +55,7 @@ def share(segment):
 
 def value(segment) -> float:
     """The center's first value."""
-    center = Shared.open(segment, segment.path / "center-0")
+    center = SharedCenter.open(segment, segment.path / "center-0")
     result = float(center.read(0).reshape(-1)[0])
     center.close()
     return result
@@ -118,7 +94,7 @@ def test_many_exchanges_have_few_rows_and_exact_sums(share, tmp_path):
 
 def test_alone_every_call_is_a_no_op():
     params = {"w": np.ones(2)}
-    replica = Replica(adapt(params), None, rule=Downpour(), pace=Every(1), events=Events(None), worker=Owner())
+    replica = Replica(adapt(params), Sharing(), rule=Downpour(), pace=Every(1), context=context())
     replica.step()
     replica.exchange()
     replica.pull()
@@ -207,7 +183,7 @@ def test_replica_is_given_back_when_the_look_fails(share):
         model.array(0)[:] = 99
         raise WaitedTooLong("the lock of parameter 'w'")
 
-    replica._center.pull = fail
+    replica.sharing._center.pull = fail
     with pytest.raises(WaitedTooLong), replica.center():
         pytest.fail("the block must not run")
     np.testing.assert_array_equal(params["v"], 1)
@@ -292,7 +268,7 @@ def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
     pace = Recorded(1.0)
     replica = share({"w": np.zeros(2)}, EASGD(), pace)
     pace.expect(100.0, 16)  # instead of what the pull took
-    monkeypatch.setattr(Shared, "exchange", away)
+    monkeypatch.setattr(SharedCenter, "exchange", away)
     with pytest.warns(UserWarning, match="the host is away"):
         for _ in range(5):
             replica.step()
@@ -301,7 +277,7 @@ def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
     assert 0 < spread < 1
 
 
-def test_samples_are_counted_as_told(share):
+def test_samples_are_counted_as_reported(share):
     params = {"w": np.zeros(2)}
     replica = share(params, EASGD())
     for samples in (32, 32, 7):
@@ -312,19 +288,19 @@ def test_samples_are_counted_as_told(share):
 
 def test_replica_cannot_be_made_of_what_cannot_be_shared():
     with pytest.raises(InvalidArgument, match="'n' int64"):
-        Replica(adapt({"n": np.arange(3)}), None, rule=EASGD(), pace=Every(1), events=Events(None), worker=Owner())
+        Replica(adapt({"n": np.arange(3)}), Sharing(), rule=EASGD(), pace=Every(1), context=context())
 
 
-# Rules of the circle
+# Synchronous rules
 
 
 @pytest.mark.parametrize("rule", [BSP(), LocalSGD(1)])
-def test_values_that_are_not_finite_end_a_worker_of_the_circle_at_once(share, segment, rule):
+def test_values_that_are_not_finite_end_a_synchronous_worker_at_once(share, segment, rule):
     params = {"v": np.ones(2), "w": np.ones(2)}
     replica = share(params, rule)
     with pytest.raises(Diverged, match=r"'w' of worker 0 holds NaN or infinity in step 1.*nonfinite='skip'"):
         gradient = {"v": np.zeros(2), "w": np.array([0, np.inf])}
-        if rule.meets == "gradients":
+        if rule.averages_gradients:
             replica.reduce(gradient)
         params["w"] -= gradient["w"]
         replica.step()
@@ -354,7 +330,7 @@ def test_center_shows_the_last_mean_and_not_what_one_worker_has_trained_since(sh
     for step in range(1, 6):
         params["w"] += 1
         replica.step()
-        replica.publish()
+        replica.sharing.publish()
         assert value(segment) == step // 3 * 3
         assert params["w"][0] == step  # the replica stays as it is
     with replica.center():
@@ -363,26 +339,26 @@ def test_center_shows_the_last_mean_and_not_what_one_worker_has_trained_since(sh
     assert value(segment) == 5
 
 
-def test_worker_that_was_started_again_cannot_enter_two_circles(share):
+def test_restarted_worker_cannot_join_two_synchronous_models(share):
     first = share({"w": np.zeros(2)}, BSP())
-    check_return(Place(rank=1, restarts=1), [], "shared")
-    check_return(Place(rank=1), [first], "shared")
-    check_return(Place(rank=1, restarts=1), [share({"w": np.zeros(2)}, EASGD())], "shared")
+    check_restart(Environment(rank=1, restarts=1), [], "shared")
+    check_restart(Environment(rank=1), [first], "shared")
+    check_restart(Environment(rank=1, restarts=1), [share({"w": np.zeros(2)}, EASGD())], "shared")
     with pytest.raises(InvalidArgument, match=r"worker 1 was started again.*2 models.*--resume"):
-        check_return(Place(rank=1, restarts=1), [first], "shared")
+        check_restart(Environment(rank=1, restarts=1), [first], "shared")
 
 
 @pytest.mark.parametrize(
     ("rule", "wire", "reason"),
-    [(MSync(1, norm="synchronised"), "float32", "nobody is ever late"), (MSync(1), "bfloat16", "not in bfloat16")],
+    [(MSync(1, norm="synchronised"), "float32", "no worker is ever late"), (MSync(1), "bfloat16", "not in bfloat16")],
 )
 def test_first_of_the_workers_are_refused_what_needs_all_of_them(rule, wire, reason):
     with pytest.raises(InvalidArgument, match=rf"{reason}.*use BSP|{reason}.*Use BSP"):
-        check_pace(rule, Every(1), Alone(), wire)
+        check_collectives(rule, Every(1), SingleWorker(), wire)
 
 
 @pytest.mark.parametrize("rule", [EASGD(), Downpour(), BSP(), LocalSGD(1), MSync()], ids=repr)
-def test_what_is_logged_inside_of_center_is_told_of_the_center_whatever_the_rule(share, rule):
+def test_what_is_logged_inside_of_center_is_recorded_of_the_center_whatever_the_rule(share, rule):
     replica = share({"w": np.zeros(3)}, rule)
     with replica.center():
         assert logged({"accuracy": 0.8}, [replica]) == {"step": 0, "accuracy": 0.8, "center": True}
@@ -396,41 +372,44 @@ def test_with_gradients_the_center_is_what_was_validated_before_the_controller_h
     replica = share(params, BSP())
     params["w"][:] = (0.1, 0.2, 0.3)
     with replica.center():
-        assert replica.publish_validated()
-    center = Shared.open(segment, segment.path / "center-0")
+        assert replica.sharing.publish_validated()
+    center = SharedCenter.open(segment, segment.path / "center-0")
     assert center.read(0).tolist() == [0.1, 0.2, 0.3]
     center.close()
-    assert not share({"w": np.zeros(3)}, EASGD()).publish_validated(), "of the center it is the controller's matter"
+    assert not share({"w": np.zeros(3)}, EASGD()).sharing.publish_validated(), (
+        "of the center it is the controller's matter"
+    )
 
 
 def test_time_from_a_step_to_the_next_forward_pass_is_counted_without_what_is_counted_otherwise(monkeypatch):
-    now, otherwise = [100.0], [0.0]
-    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
-    between = Between(lambda: otherwise[0])
+    now = [100.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    replica = types.SimpleNamespace(spent_s=0.0)
+    between = DataTime(replica)
     between.forward()
     now[0] += 50  # the first step has no other before it
     assert (between.seconds, between.is_measured) == (0.0, False)
     for _ in range(2):
-        between.stepped()
+        between.step(now[0])
         now[0] += 3
-        otherwise[0] += 1
+        replica.spent_s += 1
         between.forward()
         between.forward()
         now[0] += 10  # computes
     assert (between.seconds, between.is_measured) == (4.0, True)
-    between.stepped()
+    between.step(now[0])
     now[0] += 1
     assert between.seconds == 5.0, "also before the pass has begun"
 
 
 def test_where_forward_passes_are_not_seen_nothing_is_measured(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("maniple.worker.progress.time.perf_counter", lambda: now[0])
-    between = Between(lambda: 0.0)
-    between.stepped()
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    between = DataTime(types.SimpleNamespace(spent_s=0.0))
+    between.step(now[0])
     between.forward()  # before the module was compiled
     for _ in range(5):
-        between.stepped()
+        between.step(now[0])
         now[0] += 10
     assert (between.seconds, between.is_measured) == (0.0, False)
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import maniple
 from maniple import ASGD, EASGD, Downpour, Rule
-from maniple.contracts import Moment
+from maniple.contracts import ExchangeInfo
 from maniple.errors import InvalidArgument
-from maniple.rules import RULES, blocks, parse_rule
+from maniple.rules import RULES, parse_rule
+from maniple.rules.kernels import numpy_kernels as blocks
 
 ALPHAS = st.floats(0, 1)
 WHOLE = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(-1000, 1000)), min_size=1, max_size=20)
@@ -24,7 +25,7 @@ def pair(seed: int, size: int = 17, dtype: str = "float64") -> tuple[np.ndarray,
 
 
 def exchange(rule: Rule, x: np.ndarray, c: np.ndarray, memory: np.ndarray | None = None, **moment: int) -> bool:
-    return rule.exchange(x, c, memory, Moment(**moment))
+    return rule.exchange(x, c, memory, ExchangeInfo(**moment))
 
 
 # EASGD
@@ -360,7 +361,7 @@ def test_every_rule_on_the_command_line_is_the_class_of_that_name(name):
 
 
 @pytest.mark.parametrize(("typo", "near"), [("eagsd", "easgd"), ("EASDG", "easgd"), ("downpoor", "downpour")])
-def test_typo_in_a_rule_names_the_near_one(typo, near):
+def test_typo_in_a_rule_names_the_closest_one(typo, near):
     with pytest.raises(InvalidArgument, match=f"Did you mean {near}"):
         parse_rule(typo)
 
@@ -425,3 +426,11 @@ def test_rules_with_other_settings_or_of_other_kinds_differ():
     rules = [EASGD(), EASGD(0.5), EASGD(0.5, center_alpha=0.5), ASGD(), ASGD(0.5, 0.25), Downpour(), Halfway()]
     assert all((a == b) == (i == j) for i, a in enumerate(rules) for j, b in enumerate(rules))
     assert EASGD() != "easgd"
+
+
+def test_a_subclass_of_a_rule_may_keep_a_memory():
+    class Remembering(EASGD):
+        memory = True
+
+    assert Remembering(0.5).memory and not EASGD(0.5).memory
+    assert EASGD(0.5, sync=True).memory and EASGD(0.5, sync=True).is_synchronous

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.environment import Environment
 from maniple.errors import InvalidArgument
-from maniple.place import Limits, Place
+from maniple.replica.samples import Samples
 from maniple.sampler import Shard
 from maniple.sampler.position import Position
+from maniple.settings.options import Limits
 from maniple.worker import Worker
-from maniple.worker.samples import Samples
 
 
 @st.composite
@@ -119,12 +120,12 @@ def test_shares_continue_where_all_workers_were_and_leave_out_no_sample(count, w
                 shard.passed()
                 continue
             break
-    epoch, place = before[0].position
-    assert {shard.position for shard in before} == {(epoch, place)}, "all are as far"
+    epoch, environment = before[0].position
+    assert {shard.position for shard in before} == {(epoch, environment)}, "all are as far"
     after = [Shard(count, rank=rank, world=later, seed=(1,)) for rank in range(later)]
     again: list[Counter[int]] = [Counter(), Counter()]
     for shard in after:
-        shard.begin_at(epoch, place)
+        shard.begin_at(epoch, environment)
         for number in range(2):
             again[number].update(shard)
     for number in range(2):
@@ -175,7 +176,7 @@ def test_look_at_a_batch_is_no_epoch_and_a_share_goes_on_where_it_was(ahead):
     assert shard.progress == 1.0
 
 
-def test_place_of_a_worker_that_comes_to_the_others_counts_though_it_has_looked_at_a_batch():
+def test_position_of_a_newcomer_counts_though_it_has_looked_at_a_batch():
     shard = Shard(100, rank=0, world=2, seed=(1,), is_shared=lambda: True)
     next(iter(shard))
     shard.begin_at(7, 10)
@@ -184,7 +185,7 @@ def test_place_of_a_worker_that_comes_to_the_others_counts_though_it_has_looked_
 
 
 def test_worker_that_looks_at_a_batch_before_its_loop_has_all_epochs(monkeypatch):
-    worker = Worker(Place())
+    worker = Worker(Environment())
     sampler = worker.sampler(10)
     monkeypatch.setattr(sampler, "_is_shared", lambda: True)
     next(iter(sampler))
@@ -197,7 +198,7 @@ def test_worker_that_looks_at_a_batch_before_its_loop_has_all_epochs(monkeypatch
     assert made == [(0, 10), (1, 10), (2, 10)] and sampler.epoch == 3
 
 
-def test_progress_of_a_share_tells_how_far_the_epoch_is():
+def test_progress_of_a_share_is_that_of_the_epoch():
     shard = Shard(100, rank=0, world=2, seed=(1,))
     for _ in shard.batches(25):
         break
@@ -206,54 +207,55 @@ def test_progress_of_a_share_tells_how_far_the_epoch_is():
 
 def test_fixed_shares_that_are_to_be_balanced_are_refused():
     with pytest.raises(InvalidArgument, match="static=True and balance=True exclude each other"):
-        Worker(Place()).sampler(10, static=True, balance=True)
+        Worker(Environment()).sampler(10, static=True, balance=True)
 
 
 # worker.epochs
 
 
 def made_samples(count: int, *, begins: dict[int, tuple[int, int, int]] | None = None) -> Samples:
-    samples = Samples()
+    samples = Samples(Environment(world=2))
     samples.continue_at(msgspec.to_builtins(Position(0, 1, True, 0, 0, samplers=begins or {}), str_keys=True), 0)
-    place = Place(world=2)
     for validation in (False, True):
         samples.sampler(
-            count, seat=None, place=place, static=True, balance=False, shuffle=True, chunk=None, validation=validation,
-            should_stop=lambda: False, is_shared=lambda: True, on_wait=lambda: None,
+            count, lender=None, static=True, balance=False, shuffle=True, chunk=None,
+            validation=validation, should_stop=lambda: False, is_shared=lambda: True, on_wait=lambda: None,
         )  # fmt: skip
     return samples
 
 
 def test_newcomer_continues_where_the_others_were_at_their_last_exchange():
     """It makes the steps up to the next exchange itself, as they have done since the last one."""
-    samples, replica = made_samples(40), types.SimpleNamespace(steps=0, rounds=0)
+    samples, replica = made_samples(40), types.SimpleNamespace(steps=0, steps_since_exchange=0, rounds=0)
 
-    def place() -> tuple[int, int, int]:
+    def environment() -> tuple[int, int, int]:
         position = samples.position(replica)
         return (*position["samplers"]["0"][:2], position["steps"])
 
-    assert place() == (0, 0, 0)
+    assert environment() == (0, 0, 0)
     for epoch in range(3):
         for number, _ in enumerate(samples._samplers[0].batches(5), 1):
             replica.steps += 1
-            samples.stepped()
-            assert place() == (epoch, 20 * (number > 2), 4 * epoch + 2 * (number > 2))
+            replica.steps_since_exchange += 1
+            samples.step()
+            assert environment() == (epoch, 20 * (number > 2), 4 * epoch + 2 * (number > 2))
             if number % 2 == 0:  # the center, or all workers, have it
                 replica.rounds += 1
-                samples.settled(replica)
-                assert place() == ((epoch, 20, 4 * epoch + 2) if number == 2 else (epoch + 1, 0, 4 * epoch + 4))
+                replica.steps_since_exchange = 0
+                samples.exchange()
+                assert environment() == ((epoch, 20, 4 * epoch + 2) if number == 2 else (epoch + 1, 0, 4 * epoch + 4))
 
 
 def test_a_worker_alone_has_all_epochs_and_a_limit_ends_them(monkeypatch):
-    with_limit = Worker(Place(limits=Limits(max_epochs=2)))
+    with_limit = Worker(Environment(limits=Limits(max_epochs=2)))
     sampler = with_limit.sampler(10)
     made = []
     for epoch in with_limit.epochs(5):
         made.append((epoch, len(list(sampler))))
     assert made == [(0, 10), (1, 10)] and with_limit.should_stop
-    worker = Worker(Place())
+    worker = Worker(Environment())
     assert list(worker.epochs(3)) == [0, 1, 2] and list(worker.epochs(0)) == []
-    with pytest.raises(InvalidArgument, match="-1 epochs cannot be made"):
+    with pytest.raises(InvalidArgument, match=r"epochs\(-1\)"):
         next(worker.epochs(-1))
 
 

@@ -1,5 +1,6 @@
 """Runs drawn and compared: what the lines, speed-ups and tables say, from rows that the tests write."""
 
+import importlib.util
 import json
 import math
 import os
@@ -11,13 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from maniple.cli import cli
+from maniple.connection.find_host import find_host
 from maniple.errors import InvalidArgument
-from maniple.launch.whereabouts import find_host
-from maniple.watch import overlay, palette, report
-from maniple.watch.compare import cells, differences, settle_target, summarize
-from maniple.watch.course import course, running_mean
+from maniple.watch import overlay, report
+from maniple.watch.compare import baseline, cells, differences, resolve_target, speedups, summarize
 from maniple.watch.plot import draw, shortened
-from maniple.watch.runs import check_value, open_runs
+from maniple.watch.run_reader import check_value, open_runs, running_mean, value_series
 from tests.unit.engines import engine
 from tests.written import T0, Written
 
@@ -61,14 +61,14 @@ def test_one_huge_value_does_not_spoil_the_mean_of_those_after_it():
     assert running_mean(ys, 5)[10:].tolist() == [1.0] * 42
 
 
-def test_the_course_is_the_mean_over_the_workers_of_what_each_told_last(make):
+def test_the_curve_is_the_mean_over_the_workers_of_what_each_logged_last(make):
     written = Written(make().folder.path.parent / "two")
     for rank, at, loss in ((0, 1, 8.0), (1, 2, 4.0), (0, 3, 6.0), (1, 4, 2.0)):
         written.row(rank, "log", at, step=0, loss=loss)
-    whole = course(opened(written)[0].story, "loss", window=1)
+    whole = value_series(opened(written)[0].state, "loss", window=1)
     assert (whole.xs - T0).tolist() == [1, 2, 3, 4]
     assert whole.ys.tolist() == [8.0, 6.0, 5.0, 4.0]
-    assert course(opened(written)[0].story, "loss", window=2).ys.tolist() == [8.0, 6.0, 5.5, 5.0]
+    assert value_series(opened(written)[0].state, "loss", window=2).ys.tolist() == [8.0, 6.0, 5.5, 5.0]
 
 
 def test_a_dead_worker_does_not_count_until_it_is_back(make):
@@ -80,24 +80,24 @@ def test_a_dead_worker_does_not_count_until_it_is_back(make):
     written.row(0, "log", 3, step=1, loss=4.0)
     written.row("host", "started", 4, worker=1)
     written.row(1, "log", 5, step=0, loss=2.0)
-    assert course(opened(written)[0].story, "loss", window=1).ys.tolist() == [12.0, 4.0, 3.0]
+    assert value_series(opened(written)[0].state, "loss", window=1).ys.tolist() == [12.0, 4.0, 3.0]
 
 
-def test_where_the_center_was_looked_at_it_is_the_course(make):
+def test_the_curve_is_that_of_the_center_where_it_was_evaluated(make):
     written = make()
     written.row(0, "log", 3, step=1, loss=0.5, center=True)
-    whole = course(opened(written)[0].story, "loss")
+    whole = value_series(opened(written)[0].state, "loss")
     assert (whole.is_center, whole.ys.tolist()) == (True, [0.5])
 
 
 def test_a_target_is_reached_from_the_side_from_which_the_value_comes(make):
     falls, rises = make("falls"), make("rises", losses=(0.1, 0.5, 0.9))
     runs = opened(falls, rises)
-    assert settle_target(runs, "loss", 2.0, None).falling
-    assert not settle_target(runs[1:], "loss", 0.5, None).falling
-    assert course(runs[0].story, "loss", window=1).reaches(2.0, falling=True) == T0 + 6
-    assert course(runs[1].story, "loss", window=1).reaches(0.5, falling=False) == T0 + 4
-    assert course(runs[0].story, "loss", window=1).reaches(0.5, falling=True) is None
+    assert resolve_target(runs, "loss", 2.0, None).falling
+    assert not resolve_target(runs[1:], "loss", 0.5, None).falling
+    assert value_series(runs[0].state, "loss", window=1).reaches(2.0, falling=True) == T0 + 6
+    assert value_series(runs[1].state, "loss", window=1).reaches(0.5, falling=False) == T0 + 4
+    assert value_series(runs[0].state, "loss", window=1).reaches(0.5, falling=True) is None
 
 
 # Lines on one clock
@@ -117,7 +117,7 @@ def test_lines_begin_when_the_first_worker_does_and_have_each_worker_and_their_m
 
 
 def test_long_lines_are_short_and_keep_their_peaks(make, monkeypatch):
-    monkeypatch.setattr(overlay, "_POINTS", 200)
+    monkeypatch.setattr(overlay, "_THIN_POINTS", 200)
     losses = [float(i % 7) for i in range(3000)]
     losses[1500] = 99.0
     thin, strong = overlay.lines(opened(make(losses=losses)), "loss", window=1)
@@ -129,11 +129,11 @@ def test_runs_that_count_no_samples_are_drawn_against_time_only(make):
     runs = opened(make("counted"), make("uncounted", rate=0))
     assert overlay.known_axes(runs) == ["time"]
     assert overlay.known_axes(runs[:1]) == ["time", "samples", "epochs"]
-    with pytest.raises(InvalidArgument, match="uncounted cannot be drawn against samples: none were counted"):
+    with pytest.raises(InvalidArgument, match="uncounted cannot be drawn against samples: it counted none"):
         overlay.check_axis(runs, "samples")
 
 
-def test_hours_are_not_told_in_seconds(make):
+def test_hours_are_not_shown_in_seconds(make):
     written = make()
     assert overlay.time_unit(opened(written)) == (1.0, "seconds")
     written.row(0, "log", 20_000, step=9, loss=0.5)
@@ -148,20 +148,20 @@ def test_speed_ups_are_over_the_fastest_run_with_one_worker(make):
         make("slow", rate=5), make("one", rate=10), make("two", workers=2, rate=9),
         make("bsp", workers=4, rate=8, rule="BSP()"),
     )  # fmt: skip
-    assert overlay.baseline(runs).name == "one"
-    curves = {one.rule: (one.workers, pytest.approx(one.times)) for one in overlay.speedups(runs)}
+    assert baseline(runs).name == "one"
+    curves = {one.rule: (one.workers, pytest.approx(one.times)) for one in speedups(runs)}
     assert curves == {"easgd": ([1, 1, 2], [0.5, 1.0, 1.8]), "bsp": ([1, 4], [1.0, 3.2])}
 
 
 def test_without_a_run_of_one_worker_the_smallest_is_the_baseline_and_it_is_no_speed_up(make):
     runs = opened(make("two", workers=2), make("four", workers=4))
-    assert overlay.baseline(runs).title == "speed over that of 2 workers, as no run with one was given"
-    assert overlay.speedups(runs)[0].times == pytest.approx([1.0, 2.0])
+    assert baseline(runs).title == "speed relative to 2 workers (no run with one was given)"
+    assert speedups(runs)[0].times == pytest.approx([1.0, 2.0])
 
 
 def test_runs_of_equal_size_or_that_count_different_things_have_no_speed_up(make):
-    assert overlay.speedups(opened(make("a"), make("b"))) == []
-    assert overlay.speedups(opened(make("c"), make("d", workers=2, rate=0))) == []
+    assert speedups(opened(make("a"), make("b"))) == []
+    assert speedups(opened(make("c"), make("d", workers=2, rate=0))) == []
 
 
 def test_a_run_has_one_colour_in_all_panels(make, tmp_path, monkeypatch):
@@ -177,18 +177,18 @@ def test_a_run_has_one_colour_in_all_panels(make, tmp_path, monkeypatch):
     for i, run in enumerate(runs):
         (line,) = (line for line in values.get_lines() if line.get_label().startswith(f"{run.name}, "))
         (tick,) = (tick for tick in times.get_yticklabels() if tick.get_text().startswith(run.name))
-        place = [run.workers, run.overall.rate / runs[1].overall.rate]
+        environment = [run.workers, run.overall.rate / runs[1].overall.rate]
         points = [
             to_hex(colour)
             for drawn in faster.collections
             for at, colour in zip(drawn.get_offsets(), drawn.get_facecolors(), strict=True)
-            if np.allclose(at, place)
+            if np.allclose(at, environment)
         ]
-        assert {line.get_color(), tick.get_color(), *points} == {palette.colour(i)} and points
-    others = {palette.colour(i) for i in range(len(runs))}
+        assert {line.get_color(), tick.get_color(), *points} == {overlay.colour(i)} and points
+    others = {overlay.colour(i) for i in range(len(runs))}
     assert not any(to_hex(line.get_color()) in others for line in faster.get_lines()), "a rule is no run"
-    told = report.contents(runs, "loss")
-    for one in told["speedups"]:
+    contents = report.contents(runs, "loss")
+    for one in contents["speedups"]:
         assert [runs[i].workers for i in one.runs] == one.workers
 
 
@@ -202,16 +202,16 @@ def test_shares_of_time_add_up(make):
 
 def test_a_summary_has_the_numbers_of_a_run(make):
     runs = opened(make("one"), make("two", workers=2, rate=9))
-    target = settle_target(runs, "loss", 2.0, None, window=1)
+    target = resolve_target(runs, "loss", 2.0, None, window=1)
     one, two = summarize(runs, "loss", target=target, window=1)
-    assert (two.workers, two.rule, two.rate, two.speedup, two.busy_workers) == (
+    assert (two.workers, two.rule, two.rate, two.speedup, two.measures["busy_workers"]) == (
         2,
         "easgd",
         18.0,
         1.8,
         pytest.approx(1.7),
     )
-    assert (two.sync_share, two.staleness, two.final, two.final_of, two.exit_code) == (
+    assert (two.measures["sync_share"], two.measures["staleness"], two.final, two.final_of, two.exit_code) == (
         pytest.approx(0.1), 2.0, 1.0, "workers", 0,
     )  # fmt: skip
     assert (one.target_s, one.target_samples, two.target_samples) == (6.0, 60.0, 108.0)
@@ -226,7 +226,7 @@ def test_a_summary_has_the_numbers_of_a_run(make):
 
 def test_there_is_no_speed_up_without_a_run_of_one_worker(make):
     (two,) = summarize(opened(make(workers=2)), "loss")
-    assert two.speedup is None and two.busy_workers == pytest.approx(1.7)
+    assert two.speedup is None and two.measures["busy_workers"] == pytest.approx(1.7)
     words = cells(two, "loss", None)
     assert (words["speed-up"], words["busy workers"]) == ("–", "1.70")
 
@@ -235,7 +235,7 @@ def test_what_never_happened_is_not_made_up(make):
     written = make()
     written.row(0, "log", 9, step=5, loss="nan")
     runs = opened(written)
-    (one,) = summarize(runs, "loss", target=settle_target(runs, "loss", 0.0, None), window=1)
+    (one,) = summarize(runs, "loss", target=resolve_target(runs, "loss", 0.0, None), window=1)
     assert (one.target_s, one.not_finite) == (None, 1)
     assert cells(one, "loss", None)["last loss"] == "1 (workers, 1 not finite)"
     (other,) = summarize(runs, "unknown")
@@ -254,19 +254,19 @@ def test_settings_that_differ_are_listed_and_others_not(make):
 # Names and refusals
 
 
-def test_runs_of_the_same_name_are_told_apart(make):
+def test_runs_of_the_same_name_are_distinguished(make):
     assert [run.name for run in opened(make("a/run"), make("b/run"), make("c"))] == ["a/run", "b/run", "c"]
 
 
 def test_a_value_that_was_not_logged_is_refused_with_those_that_were(make):
     runs = opened(make())
     check_value(runs, "loss")
-    with pytest.raises(InvalidArgument, match=r"nothing by the name 'losss' .* There are: loss. Did you mean 'loss'?"):
+    with pytest.raises(InvalidArgument, match=r"no value named 'losss' .* Logged values: loss. Did you mean 'loss'?"):
         check_value(runs, "losss")
 
 
 def test_a_folder_without_rows_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="is no run folder: it has no events"):
+    with pytest.raises(InvalidArgument, match="is not a run folder: it has no events"):
         open_runs([tmp_path], "loss")
     (tmp_path / "events").mkdir()
     with pytest.raises(InvalidArgument, match="has no rows yet"):
@@ -280,7 +280,7 @@ def test_a_picture_that_cannot_be_made_is_refused_with_what_to_do(make, tmp_path
             draw(runs, tmp_path / "nowhere/x.png")
     with pytest.raises(InvalidArgument, match=r"nowhere/x.html cannot be written: No such file or directory"):
         report.write(runs, tmp_path / "nowhere/x.html")
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidArgument, match=r"plotly is not installed. `pip install 'maniple\[plot\]'`"):
         report.write(runs, tmp_path / "x.html")
 
@@ -305,7 +305,7 @@ def test_a_report_holds_everything_and_no_name_can_break_out_of_it(make, tmp_pat
     written = make("<b>", script="<script>alert(1)</script>")
     report.write(opened(written, make("two", workers=2)), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    data = json.loads(re.search(r"^const told = (.*);$", page, re.M)[1])
+    data = json.loads(re.search(r"^const data = (.*);$", page, re.M)[1])
     assert [run["name"] for run in data["runs"]] == ["<b>", "two"]
     assert data["lines"][1]["x"] == {"time": [2, 4, 6, 8], "samples": [20, 40, 60, 80], "epochs": [0.4, 0.8, 1.2, 1.6]}
     assert data["speedups"][0]["times"] == [1.0, 2.0]
@@ -346,7 +346,7 @@ def test_runs_that_do_not_fit_side_by_side_stand_below_each_other_and_nothing_is
     head = " ".join(" ".join(lines[: [line.startswith("run ") for line in lines].index(True) + 1]).split())
     assert "workers" in head and "last loss" in head
     text = " ".join(" ".join(lines).split())
-    assert "left out: " in text and "and so does --json." in text
+    assert "left out: " in text and "as does --json." in text
     assert "/data/fashion-mnist/train" in "".join(line.strip() for line in lines), "settings are whole"
 
 
@@ -368,14 +368,14 @@ def test_a_run_that_failed_is_seen_in_a_narrow_terminal(five):
 # Where a run stands
 
 
-def test_a_run_elsewhere_that_is_silent_is_shown_without_rates_and_as_not_heard_of(tmp_path):
+def test_a_remote_run_that_sends_nothing_is_shown_without_rates_and_as_unreachable(tmp_path):
     written = Written(tmp_path / "run")
     written.folder.describe(asked={"script": "train.py"}, lineage="0" * 16, node="elsewhere")
     for at in (1.0, 2.0):
         written.progress(0, at, step=int(10 * at), samples=int(1000 * at))
-    told = CliRunner().invoke(cli, ["watch", "--once", str(written.folder.path)]).output
-    assert "the host cannot be asked from here: it is on elsewhere" in told and "No row was written for" in told
-    assert "step 20 speed 0 samples/s" in told
+    printed = CliRunner().invoke(cli, ["watch", "--once", str(written.folder.path)]).output
+    assert "the host cannot be checked from here: it is on elsewhere" in printed and "No row was written for" in printed
+    assert "step 20 speed 0 samples/s" in printed
 
 
 @pytest.mark.parametrize(
@@ -386,11 +386,14 @@ def test_a_run_elsewhere_that_is_silent_is_shown_without_rates_and_as_not_heard_
         ({"script": None}, "maniple serve --resume {run}"),
         ({"script": "train.py", "launcher": "torchrun"}, "MANIPLE_RESUME={run} in the environment of torchrun"),
         ({"script": "train.py", "ray": {}, "launcher": "maniple"}, "maniple run --resume {run}"),
-        ({"script": "train.py", "ray": {"cpus": 1}}, "maniple submit --ray --resume {run}, and the script"),
+        (
+            {"script": "train.py", "args": ["--lr", "1"], "workers": 3, "ray": {"cpus": 1}},
+            "maniple submit --ray -n 3 --resume {run} train.py --lr 1",
+        ),
     ],
 )
-def test_a_dead_host_is_told_of_with_the_command_that_continues_the_run(tmp_path, asked, command):
+def test_a_dead_host_is_reported_with_the_command_that_continues_the_run(tmp_path, asked, command):
     written = Written(tmp_path / "run")
     written.folder.describe(asked=asked, lineage="0" * 16, node=os.uname().nodename)
     where = find_host(tmp_path / "run")
-    assert where.is_dead and where.words.endswith("To continue: " + command.format(run=tmp_path / "run"))
+    assert where.is_dead and where.description.endswith("To continue: " + command.format(run=tmp_path / "run"))

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 from starlette.requests import HTTPConnection
 
-from maniple.cli.watch import watch
+from maniple.cli.control import watch
 from maniple.errors import InvalidArgument
-from maniple.launch.page import listen
+from maniple.launch.services import listen
 from maniple.watch.access import Access
 from maniple.wire.address import Address
 
@@ -79,15 +79,15 @@ def test_a_token_is_new_each_time_and_not_shown(access):
     assert one.token not in repr(one)
 
 
-def test_what_a_page_needs_is_told_before_a_run_begins(monkeypatch):
-    monkeypatch.setattr("maniple.launch.page._NEEDED", ("starlette", "no_such_package"))
+def test_what_a_page_needs_is_reported_before_a_run_begins(monkeypatch):
+    monkeypatch.setattr("maniple.launch.services._PAGE_PACKAGES", ("starlette", "no_such_package"))
     with pytest.raises(InvalidArgument, match=r"--web needs no_such_package.*pip install 'maniple\[watch\]'"):
         listen(Address())
 
 
 def test_a_page_of_a_run_without_its_extra_is_refused_with_the_extra_to_install(monkeypatch, tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr("maniple.launch.page._NEEDED", ("no_such_package",))
+    monkeypatch.setattr("maniple.launch.services._PAGE_PACKAGES", ("no_such_package",))
     monkeypatch.setitem(sys.modules, "maniple.watch.access", None)  # it needs the package
     monkeypatch.delattr("maniple.watch.access", raising=False)
     done = CliRunner().invoke(watch, ["--web", str(tmp_path)])
@@ -95,7 +95,7 @@ def test_a_page_of_a_run_without_its_extra_is_refused_with_the_extra_to_install(
     assert "pip install 'maniple[watch]'" in str(done.exception) and not done.output
 
 
-def test_an_address_that_is_taken_is_told():
+def test_an_address_that_is_taken_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as door:
         taken = Address("127.0.0.1", door.getsockname()[1])
         with pytest.raises(InvalidArgument, match=r"in use.*port 0"):

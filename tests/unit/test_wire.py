@@ -15,27 +15,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.clock import Deadline
 from maniple.errors import BadFrame, NotAdmitted
-from maniple.wire.frames import HEAD, MAX_HEADER_BYTES, decode_head, decode_header, encode
+from maniple.wire.auth import authenticate, authenticate_client
+from maniple.wire.frames import HEAD, MAX_HEADER_BYTES, VERSION, Stalled, Stream, decode_head, decode_header, encode
 from maniple.wire.messages import (
-    Beat,
-    Bye,
-    Find,
-    Hello,
-    Message,
-    Offer,
-    Proof,
-    Pull,
+    MESSAGE_TYPES,
+    AppliedReply,
+    AuthChallenge,
+    AuthResponse,
+    ExchangeRequest,
+    FindArray,
+    Goodbye,
+    Heartbeat,
+    ParameterValue,
+    PullParameter,
     Refusal,
-    Told,
-    Value,
     Welcome,
     refusal_of,
 )
-from maniple.wire.proof import admit, introduce
-from maniple.wire.stream import Stalled, Stream
 
-KINDS = typing.get_args(Message)
+KINDS = MESSAGE_TYPES
 _FIELDS = {
     int: st.integers(-(2**63), 2**64 - 1),
     bool: st.booleans(),
@@ -43,6 +43,14 @@ _FIELDS = {
     bytes: st.binary(max_size=40),
     float: st.floats(allow_nan=False),
     float | int: st.floats(allow_nan=False) | st.integers(-(2**63), 2**64 - 1),
+    dict[str, str | int | float | bool | None]: st.dictionaries(
+        st.text(max_size=20),
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False)
+        | st.text(max_size=20),
+    ),
 }
 
 
@@ -92,7 +100,7 @@ def test_a_mutated_header_is_a_message_or_a_bad_frame(message, data):
 
 @given(st.binary(min_size=HEAD.size, max_size=HEAD.size), st.booleans())
 def test_any_head_is_read_or_refused_within_its_limit(head, is_ours):
-    head = b"mnpl\x01\x00" + head[6:] if is_ours else head
+    head = b"mnpl\x02\x00" + head[6:] if is_ours else head
     try:
         header_bytes, payload_bytes = decode_head(head, max_payload_bytes=1000)
     except BadFrame:
@@ -127,13 +135,13 @@ def test_no_two_messages_have_the_same_tag():
     assert len(set(tags)) == len(tags) == 47
 
 
-def test_the_bytes_of_protocol_version_1_do_not_change():
-    assert encode(Pull("center-0", 3), 0) == (
-        b"mnpl\x01\x00\x14\x00" + bytes(8) + b"\x94\x0f\xa8center-0\x03\xa7float32"
+def test_the_bytes_of_protocol_version_2_do_not_change():
+    assert encode(PullParameter("center-0", 3), 0) == (
+        b"mnpl\x02\x00\x14\x00" + bytes(8) + b"\x94\x0f\xa8center-0\x03\xa7float32"
     )
-    offer = Offer("center-0", 3, 7, 2, "elastic", 0.5, 1, "bfloat16", 6, "value")
+    offer = ExchangeRequest("center-0", 3, 7, 2, "elastic", 0.5, 1, "bfloat16", 6, "value")
     assert encode(offer, 12) == (
-        b"mnpl\x01\x00\x30\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
+        b"mnpl\x02\x00\x30\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
         b"\x9b\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value"
     )
 
@@ -149,19 +157,19 @@ def test_a_wrong_magic_is_named():
 
 
 def test_a_wrong_version_is_named():
-    with pytest.raises(BadFrame, match=r"speaks version 2 of the protocol, this one 1\. Install the same maniple"):
-        decode_head(HEAD.pack(b"mnpl", 2, 0, 10, 0), max_payload_bytes=100)
+    with pytest.raises(BadFrame, match=r"speaks version 3 of the protocol, this one 2\. Install the same maniple"):
+        decode_head(HEAD.pack(b"mnpl", 3, 0, 10, 0), max_payload_bytes=100)
 
 
 def test_a_payload_above_the_limit_is_named():
-    head = HEAD.pack(b"mnpl", 1, 0, 10, 101)
+    head = HEAD.pack(b"mnpl", 2, 0, 10, 101)
     with pytest.raises(BadFrame, match=r"a payload of 101 bytes is announced, where at most 100 may come"):
         decode_head(head, max_payload_bytes=100)
 
 
 def test_a_header_above_the_limit_is_named(pair):
     here, there = pair()
-    here.send(Find("x" * 600))
+    here.send(FindArray("x" * 600))
     with pytest.raises(BadFrame, match=r"a header of 60\d bytes is announced, where at most 512 may come"):
         there.receive(max_header_bytes=512)
 
@@ -169,7 +177,7 @@ def test_a_header_above_the_limit_is_named(pair):
 def test_a_message_too_long_for_a_frame_is_not_sent(pair):
     here, _ = pair()
     with pytest.raises(ValueError, match="does not fit into a frame"):
-        here.send(Find("x" * MAX_HEADER_BYTES))
+        here.send(FindArray("x" * MAX_HEADER_BYTES))
     assert here.sent_bytes == 0
 
 
@@ -180,7 +188,7 @@ def test_a_message_too_long_for_a_frame_is_not_sent(pair):
 def test_any_bytes_in_a_stream_are_a_message_or_refused(data, is_ours):
     ends = socket.socketpair()
     try:
-        ends[0].sendall(HEAD.pack(b"mnpl", 1, 0, max(0, len(data) - 3), 0) + data if is_ours else data)
+        ends[0].sendall(HEAD.pack(b"mnpl", VERSION, 0, max(0, len(data) - 3), 0) + data if is_ours else data)
         ends[0].shutdown(socket.SHUT_WR)
         try:
             message, _ = Stream(ends[1]).receive()
@@ -197,9 +205,9 @@ def test_any_bytes_in_a_stream_are_a_message_or_refused(data, is_ours):
 def test_an_array_arrives_as_it_was(pair, shape, dtype):
     here, there = pair()
     array = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    here.send(Value(5), array)
+    here.send(ParameterValue(5), array)
     message, size = there.receive()
-    assert (message, size) == (Value(5), array.nbytes)
+    assert (message, size) == (ParameterValue(5), array.nbytes)
     got = np.full_like(array, 9)
     there.receive_into(got)
     np.testing.assert_array_equal(got, array)
@@ -208,7 +216,7 @@ def test_an_array_arrives_as_it_was(pair, shape, dtype):
 
 def test_a_payload_may_come_in_parts(pair):
     here, there = pair()
-    here.send(Value(0), np.arange(3), np.zeros(0), np.arange(2.0))
+    here.send(ParameterValue(0), np.arange(3), np.zeros(0), np.arange(2.0))
     _, size = there.receive()
     positions, values = np.empty(3, np.int64), np.empty(2)
     assert size == positions.nbytes + values.nbytes
@@ -220,22 +228,22 @@ def test_a_payload_may_come_in_parts(pair):
 def test_frames_follow_each_other(pair):
     here, there = pair()
     for i in range(100):
-        here.send(Value(i), bytes([i]))
+        here.send(ParameterValue(i), bytes([i]))
     for i in range(100):
-        assert there.receive() == (Value(i), 1)
+        assert there.receive() == (ParameterValue(i), 1)
         assert there.receive_bytes(1, at_most=1) == bytes([i])
 
 
 def test_a_payload_where_none_is_due_is_refused(pair):
     here, there = pair()
-    here.send(Bye(), b"x")
-    with pytest.raises(BadFrame, match="Bye came with a payload"):
+    here.send(Goodbye(), b"x")
+    with pytest.raises(BadFrame, match="Goodbye came with a payload"):
         there.receive_message()
 
 
 def test_a_small_payload_has_a_limit(pair):
     here, there = pair()
-    here.send(Beat(1), b"12345")
+    here.send(Heartbeat(1), b"12345")
     _, size = there.receive()
     with pytest.raises(BadFrame, match="5 bytes is announced, where at most 4 may come"):
         there.receive_bytes(size, at_most=4)
@@ -247,11 +255,11 @@ def test_a_closed_peer_is_a_connection_error(pair):
     with pytest.raises(ConnectionError, match="closed the connection"):
         there.receive()
     with pytest.raises(ConnectionError):
-        there.send(Bye())
+        there.send(Goodbye())
 
 
 def test_a_truncated_frame_is_a_connection_error(pair):
-    frame = encode(Value(1), 8) + bytes(8)
+    frame = encode(ParameterValue(1), 8) + bytes(8)
     for size in range(1, len(frame)):
         here, there = pair()
         here._pipe.sendall(frame[:size])
@@ -268,8 +276,8 @@ def test_an_aborted_stream_wakes_who_waits_in_it(pair):
         assert isinstance(waiting.exception(5), ConnectionError)
 
 
-def test_silence_is_stalled_within_its_timeout(pair):
-    for before in (b"", encode(Bye(), 0)[:9]):
+def test_a_stream_without_bytes_is_stalled_within_its_timeout(pair):
+    for before in (b"", encode(Goodbye(), 0)[:9]):
         here, there = pair()
         here._pipe.sendall(before)
         there.set_timeout(0.05)
@@ -304,7 +312,7 @@ def test_a_deadline_holds_though_bytes_come(pair):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(drip)
         with pytest.raises((Stalled, BadFrame)):
-            there.receive(deadline=time.monotonic() + 0.05)
+            there.receive(deadline=Deadline(0.05))
         over.set()
     assert there.received_bytes < HEAD.size
 
@@ -313,8 +321,8 @@ def test_a_peer_that_reads_nothing_is_stalled_within_the_timeout(pair):
     here, _ = pair()
     here.set_timeout(0.05)
     begin = time.monotonic()
-    with pytest.raises(Stalled, match=r"taken no byte for 0\.05 s"):
-        here.send(Value(0), bytes(32 << 20))
+    with pytest.raises(Stalled, match=r"accepted no byte for 0\.05 s"):
+        here.send(ParameterValue(0), bytes(32 << 20))
     assert time.monotonic() - begin < 5
 
 
@@ -324,11 +332,11 @@ def test_both_sides_send_50_megabytes_at_once(pair):
     got = [np.empty_like(value) for value in values]
 
     def take(stream, target):
-        assert stream.receive() == (Value(0), target.nbytes)
+        assert stream.receive() == (ParameterValue(0), target.nbytes)
         stream.receive_into(target)
 
     with ThreadPoolExecutor(4) as pool:
-        work = [pool.submit(s.send, Value(0), v) for s, v in zip((here, there), values, strict=True)]
+        work = [pool.submit(s.send, ParameterValue(0), v) for s, v in zip((here, there), values, strict=True)]
         work += [pool.submit(take, s, t) for s, t in zip((there, here), got, strict=True)]
         for one in work:
             one.result(30)
@@ -336,7 +344,7 @@ def test_both_sides_send_50_megabytes_at_once(pair):
         np.testing.assert_array_equal(value, target)
 
 
-# Proof
+# Authentication
 
 
 def test_who_knows_the_token_is_welcome(pair):
@@ -367,7 +375,7 @@ def test_a_welcome_that_was_changed_on_its_way_is_refused(pair, change):
 
 
 def test_a_replayed_proof_is_refused(pair):
-    heard: list[Proof] = []
+    heard: list[AuthResponse] = []
     _meet(pair, proof=lambda proof: heard.append(proof) or proof)
     host, _ = _meet(pair, proof=lambda _: heard[0])
     assert isinstance(host, NotAdmitted)
@@ -377,40 +385,42 @@ def test_a_host_that_does_not_know_the_token_is_refused(pair):
     for mac in (lambda proof: bytes(32), lambda proof: proof.mac):  # a guess; the worker's own, sent back
         here, there = pair()
         with ThreadPoolExecutor(1) as pool:
-            worker = pool.submit(introduce, there, TOKEN, "data", "w1")
-            here.send(Hello(bytes(32)))
+            worker = pool.submit(authenticate, there, TOKEN, "data", "w1")
+            here.send(AuthChallenge(bytes(32)))
             here.send(Welcome(mac(here.receive_message()), "lineage", 0, 0.0))
             assert isinstance(worker.exception(10), NotAdmitted)
 
 
-@pytest.mark.parametrize("said", [Hello(bytes(32)), Bye(), Proof(b"short", bytes(32), "data", "w1"), Told()])
+@pytest.mark.parametrize(
+    "said", [AuthChallenge(bytes(32)), Goodbye(), AuthResponse(b"short", bytes(32), "data", "w1"), AppliedReply()]
+)
 def test_anything_but_a_proof_is_refused(pair, said):
     here, there = pair()
     here.send(said)
-    with pytest.raises(BadFrame, match="a proof was expected"):
-        admit(there, TOKEN, _welcome)
+    with pytest.raises(BadFrame, match="instead of a valid authentication response"):
+        authenticate_client(there, TOKEN, _welcome)
 
 
 def test_a_role_that_does_not_exist_is_refused(pair):
     here, there = pair()
-    here.send(Proof(bytes(32), bytes(32), "boss", "w1"))
+    here.send(AuthResponse(bytes(32), bytes(32), "boss", "w1"))
     with pytest.raises(BadFrame):
-        admit(there, TOKEN, _welcome)
+        authenticate_client(there, TOKEN, _welcome)
 
 
 def test_a_stranger_may_send_512_bytes(pair):
     here, there = pair()
-    here.send(Find("x" * 600))
+    here.send(FindArray("x" * 600))
     with pytest.raises(BadFrame, match="at most 512"):
-        admit(there, TOKEN, _welcome)
+        authenticate_client(there, TOKEN, _welcome)
 
 
 def test_a_host_that_does_not_say_hello_is_refused(pair):
-    for said in (Bye(), Refusal("X", "no")):
+    for said in (Goodbye(), Refusal("X", "no")):
         here, there = pair()
         here.send(said)
-        with pytest.raises(BadFrame, match="did not say hello"):
-            introduce(there, TOKEN, "data", "w1")
+        with pytest.raises(BadFrame, match="instead of an authentication challenge"):
+            authenticate(there, TOKEN, "data", "w1")
 
 
 def _decode_or_refuse(data):
@@ -429,8 +439,8 @@ def _meet(pair, *, worker_token=TOKEN, proof=lambda said: said, answer=lambda sa
     """What host and worker make of each other, if what they say passes through hands that may change it."""
     (host, left), (right, worker) = pair(), pair()
     with ThreadPoolExecutor(2) as pool:
-        admitted = pool.submit(admit, host, TOKEN, _welcome)
-        introduced = pool.submit(introduce, worker, worker_token, "data", "w1")
+        admitted = pool.submit(authenticate_client, host, TOKEN, _welcome)
+        introduced = pool.submit(authenticate, worker, worker_token, "data", "w1")
         right.send(left.receive_message())
         left.send(proof(right.receive_message()))
         said = left.receive_message()

@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 
 import maniple
+from maniple.environment import Environment
 from maniple.errors import InvalidArgument
-from maniple.launch.beginning import place_of
-from maniple.launch.job import Job
-from maniple.place import Place
+from maniple.job import Job
+from maniple.launch.run import worker_environment
 from maniple.worker import worker as module
 from maniple.worker.worker import Worker
 
-TWO = Place(world=2, launcher="maniple")
+TWO = Environment(world=2, launcher="maniple")
 
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     """Joins as a place says, without a host; the process of the tests stays as it is."""
-    monkeypatch.setattr(module, "watch_the_end", lambda **_: None)
+    monkeypatch.setattr(module, "watch_exit", lambda **_: None)
     monkeypatch.setattr(module, "mark_joined", lambda rank: None)
     monkeypatch.setattr(module, "_joined", None)
     monkeypatch.setattr(module, "_SHARES_TOO", ())  # other tests have imported them
 
-    def joined(place: Place, **settings: Any) -> Worker:
-        monkeypatch.setattr(module, "find", lambda address: place)
-        monkeypatch.setattr(module, "refuse_inherited", lambda: None)
+    def joined(environment: Environment, **settings: Any) -> Worker:
+        monkeypatch.setattr(module, "read_environment", lambda address: environment)
+        monkeypatch.setattr(module, "check_not_inherited", lambda: None)
         return maniple.join(**settings)
 
     return joined
@@ -46,20 +46,20 @@ def test_first_step_of_worker_0_warns_once(joined, capsys):
 
 
 @pytest.mark.parametrize(
-    ("place", "settings", "act"),
+    ("environment", "settings", "act"),
     [
-        (TWO.told(rank=1), {}, lambda worker: None),
-        (Place(world=1), {}, lambda worker: None),
+        (TWO.replace(rank=1), {}, lambda worker: None),
+        (Environment(world=1), {}, lambda worker: None),
         (TWO, {"own_data": True}, lambda worker: None),
-        (TWO.told(own_data=True), {}, lambda worker: None),
+        (TWO.replace(own_data=True), {}, lambda worker: None),
         (TWO, {}, lambda worker: worker.seed),
         (TWO, {}, lambda worker: worker.sampler(10)),
         (TWO, {}, lambda worker: worker.sampler(10).batches(2)),
     ],
     ids=["worker 1", "alone", "own data", "by the launcher", "seed", "sampler", "batches"],
 )
-def test_no_warning_where_data_are_divided_or_each_worker_has_its_own(joined, capsys, place, settings, act):
-    worker = joined(place, **settings)
+def test_no_warning_where_data_are_divided_or_each_worker_has_its_own(joined, capsys, environment, settings, act):
+    worker = joined(environment, **settings)
     act(worker)
     step(worker)
     assert "divides" not in capsys.readouterr().err
@@ -73,7 +73,7 @@ def test_sampler_for_validation_divides_no_training_data(joined, capsys):
 
 
 def test_worker_that_joins_others_by_itself_is_warned_in_its_own_terminal(joined, capsys):
-    step(joined(Place(rank=1, world=1, circle="shared")))
+    step(joined(Environment(rank=1, world=1, collectives="shared")))
     assert "several workers train, and nothing divides the data" in capsys.readouterr().err
 
 
@@ -82,21 +82,23 @@ def test_arguments_with_the_rank_say_that_each_worker_has_its_own_data(tmp_path,
     class Owner:
         folder = segment = type("", (), {"path": tmp_path})()
 
-    assert place_of(Job(args=args), Owner(), is_queued=False).own_data is own
+    assert worker_environment(Job(args=args), Owner(), is_queued=False).own_data is own
 
 
 @pytest.mark.parametrize(
-    ("place", "is_told"),
+    ("environment", "is_warned"),
     [
-        (Place(world=2, launcher="torchrun", center="none"), True),
-        (Place(rank=1, world=2, launcher="torchrun", center="none"), False),
+        (Environment(world=2, launcher="torchrun", center="none"), True),
+        (Environment(rank=1, world=2, launcher="torchrun", center="none"), False),
         (TWO, False),  # its launcher says it
-        (Place(), False),
+        (Environment(), False),
     ],
 )
-def test_worker_of_another_launcher_that_shares_nothing_is_told_so_by_the_first(joined, capsys, place, is_told):
-    joined(place).leave()
-    assert ("this worker has ended without sharing a model" in capsys.readouterr().err) is is_told
+def test_worker_of_another_launcher_that_shares_nothing_is_reported_by_the_first(
+    joined, capsys, environment, is_warned
+):
+    joined(environment).leave()
+    assert ("this worker has ended without sharing a model" in capsys.readouterr().err) is is_warned
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_worker_of_another_launcher_that_shares_nothing_is_told_so_by_the_first(
 )
 def test_request_that_is_no_word_is_refused_with_what_to_write(joined, request_, how):
     with pytest.raises(InvalidArgument, match=how):
-        joined(Place()).ask(request_)
+        joined(Environment()).ask(request_)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The center: the parameters that all workers share. `shared` keeps it in memory that local workers map; `tcp` reaches
-it from elsewhere, through `serving` at the host."""
+"""The center: the parameters that all workers share. `shared` keeps it in memory that local workers map; `tcp_client`
+reaches it from other machines, through `tcp_server` at the host."""
 
-from maniple.center.locks import ByteLocks
-from maniple.center.segment import Segment, sweep
-from maniple.center.shared import Shared
+from maniple.center.shared import SharedCenter
+from maniple.memory.locks import ByteLocks
+from maniple.memory.segment import Segment, sweep
 
-__all__ = ["ByteLocks", "Segment", "Shared", "sweep"]
+__all__ = ["ByteLocks", "Segment", "SharedCenter", "sweep"]

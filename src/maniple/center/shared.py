@@ -1,36 +1,41 @@
 """The center in shared memory: local workers map it and apply the rule themselves.
 
-Each parameter has a lock (one byte of the file, `locks`) and its update is a transaction. A worker killed
-in the middle of one leaves each element old or new, the lock free, and the version odd, which the next
-holder reports as torn. What a killed host had begun for a remote worker is finished instead (`stage`).
+Each parameter has a lock, one byte of the file, and a version. A worker that is killed during a write leaves each
+element old or new, the lock free and the version odd; the next holder of the lock reports the parameter as torn.
+What a killed host has begun for a remote worker is completed instead (`staging`).
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from maniple.center.locks import ByteLocks, Patience, turns
-from maniple.center.memory import Memory
-from maniple.center.segment import Segment
-from maniple.center.stage import finish_pending
-from maniple.contracts import Array, Exchanger, Model, Moment, OnValue, Outcome
+from maniple.center.staging import existing_files, finish_pending
+from maniple.clock import Deadline
+from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.errors import LayoutMismatch
 from maniple.layout import Layout
+from maniple.memory.locks import ByteLocks
+from maniple.memory.segment import CenterFile, Segment
 
-_CREATE = 1 << 40  # the byte that creators lock; parameter i locks byte i
-LOCK_TIMEOUT_S = 60.0
+_CREATE = 1 << 40  # the byte that creators lock; parameter i is locked by byte i
+LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
 
 
-class Shared:
+class SharedCenter:
     """One worker's (or the host's) view of a center in shared memory."""
 
     def __init__(self, segment: Segment, path: Path, *, rank: int = -1, lock: bool = True) -> None:
-        self.layout: Layout
-        self._segment = segment
-        self._path = path
-        self._rank = rank
-        self._lock = lock
+        """Map a center that is ready; `open_or_create` and `open` see to that."""
+        self._segment, self._rank, self._lock = segment, rank, lock
+        self._memory = memory = CenterFile(path)
+        self.name, self.note, self.layout = path.name, memory.note, memory.layout
+        self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
+        self._seen = list(self._versions)
+        self._size_bytes = self.layout.size_bytes
+        self._is_half = [self.layout.is_half(i) for i in range(len(self._arrays))]
         self._locks = ByteLocks(path)
 
     @classmethod
@@ -38,123 +43,62 @@ class Shared:
         cls,
         segment: Segment,
         name: str,
-        model: Model,
+        model: FlatModel,
         *,
         rank: int,
         lock: bool = True,
         note: str = "",
         timeout_s: float = LOCK_TIMEOUT_S,
-    ) -> tuple["Shared", bool]:
-        """The center `name`: made from `model` by the first who asks, found by everybody else.
+    ) -> tuple["SharedCenter", bool]:
+        """Open the center `name`, or create it from `model`; return it and whether it was created.
 
-        The second value is True for the creator, whose `note` is kept. Simultaneous creators wait for the first; a
-        creator who dies half-way is replaced by the next.
+        The creator's `note` is stored. Concurrent creators wait for the first; one that dies is replaced by the next.
         """
-        layout = Layout(model.entries, is_numeric=True)
-        center = cls(segment, segment.path / name, rank=rank, lock=lock)
+        layout, path = Layout(model.entries, is_numeric=True), segment.path / name
+        with (
+            closing(ByteLocks(path)) as locks,
+            locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"),
+        ):
+            is_creator = not CenterFile.is_ready(path)
+            if is_creator:
+                CenterFile.create(path, layout, model, note)
+        center = cls(segment, path, rank=rank, lock=lock)
         try:
-            with center._locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"):
-                is_creator = not Memory.is_ready(center._path)
-                if is_creator:
-                    Memory.create(center._path, layout, model, note)
-            center._attach()
             layout.require(center.layout, "the center")
-        except BaseException:
+        except LayoutMismatch:
             center.close()
             raise
         return center, is_creator
 
     @classmethod
-    def open(cls, segment: Segment, path: Path, *, rank: int = -1) -> "Shared | None":
-        """The center in `path`, by default as the host sees it, or None if nobody has finished making it."""
-        center = cls(segment, path, rank=rank)
-        try:
-            if not Memory.is_ready(path):
-                center.close()
-                return None
-            center._attach()
-        except BaseException:
-            center.close()
-            raise
-        return center
-
-    @property
-    def name(self) -> str:
-        """The file's name in the segment."""
-        return self._path.name
-
-    @property
-    def note(self) -> str:
-        """What the creator noted."""
-        return self._memory.note
+    def open(cls, segment: Segment, path: Path, *, rank: int = -1) -> "SharedCenter | None":
+        """Open the center in `path`, as the host by default; None if it does not exist or is not complete."""
+        return cls(segment, path, rank=rank) if path.exists() and CenterFile.is_ready(path) else None
 
     @property
     def live(self) -> int:
-        """p, the workers alive now."""
+        """p, the number of live workers."""
         return self._segment.live
 
-    @contextmanager
-    def held(self, i: int) -> Generator[None]:
-        """Hold the lock of parameter i for the length of a `with` block."""
-        patience = Patience(LOCK_TIMEOUT_S)
-        while not self.take(i):
-            patience.wait(self.describe(i))
-        try:
-            yield
-        finally:
-            self.give(i)
-
-    def take(self, i: int) -> bool:
-        """Try to lock parameter i, without waiting."""
-        if not self._take(i):
-            return False
-        self._mend(i)
-        return True
-
-    def give(self, i: int) -> None:
-        """Unlock parameter i."""
-        self._locks.give(i)
-
-    def is_torn(self, i: int) -> bool:
-        """A local worker died in the middle of parameter i, and nobody has written it since."""
-        return bool(self._versions[i] & 1)
-
-    def version(self, i: int) -> int:
-        """Twice the number of times that parameter i was written; rounded up while or after a write was cut short."""
-        return self._versions[i] + (self._versions[i] & 1)
-
-    def begin_write(self, i: int) -> None:
-        """Note that parameter i, whose lock is held, is being written."""
-        self._versions[i] |= 1
-
-    def end_write(self, i: int) -> None:
-        """Note that it is whole again."""
-        self._versions[i] = (self._versions[i] | 1) + 1
-
-    def settle(self, versions: Sequence[int]) -> None:
-        """Take over the versions of an earlier center whose values were restored here."""
-        for i, version in enumerate(versions):
-            self._versions[i] = version + (version & 1)
-
-    def exchange(self, model: Model, rule: Exchanger, memory: Sequence[Array] | None, moment: Moment) -> Outcome:
+    def exchange(
+        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+    ) -> Outcome:
         """Apply `rule` to every parameter of `model` and of the center."""
 
         def apply(i: int, x: Array, c: Array) -> bool:
             moment.staleness = max(0, self._versions[i] - self._seen[i]) // 2
             past = None if memory is None else memory[i]
             is_clean = rule.exchange(x, c, past, moment)
-            if self.layout.is_half(i):
-                self.layout.round(i, x)
-                if past is not None:
-                    rule.rounded(x, past)
+            if self._is_half[i]:
+                round_replica(self.layout, i, x, rule, past)
             return is_clean
 
-        return self._pass(model, apply, ways=2)
+        return self._for_each(model, apply, ways=2)
 
-    def pull(self, model: Model, on_value: OnValue | None = None, *, is_look: bool = False) -> Outcome:
-        """Set `model` to the center; `on_value` sees each parameter's value meanwhile.
+    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+        """Set `model` to the center; `on_value` receives each parameter's value, under its lock.
 
-        A look (`is_look`) does not count as news: staleness goes on being measured from the last exchange or pull.
+        With `peek`, staleness is still measured from the last exchange or pull before.
         """
 
         def apply(i: int, x: Array, c: Array) -> bool:
@@ -164,14 +108,10 @@ class Shared:
                 on_value(i, x)
             return True
 
-        return self._pass(model, apply, writes=False, is_look=is_look)
+        return self._for_each(model, apply, writes=False, peek=peek)
 
-    def release(self) -> None:
-        """Let this process' view of the pages go; they stay in shared memory and come back when touched."""
-        self._memory.release()
-
-    def push(self, model: Model, on_value: OnValue | None = None) -> Outcome:
-        """Set the center to `model`, but for parameters that are not finite; `on_value` as in `pull`."""
+    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+        """Set the center to `model`, except for parameters that are not finite; `on_value` as in `pull`."""
 
         def apply(i: int, x: Array, c: Array) -> bool:
             if not np.isfinite(x).all():
@@ -181,51 +121,46 @@ class Shared:
                 on_value(i, x)
             return True
 
-        return self._pass(model, apply)
+        return self._for_each(model, apply)
 
-    def array(self, i: int) -> Array:
-        """Parameter i itself, flat, in shared memory; read or written without its lock."""
-        return self._arrays[i]
-
-    def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array:
-        """A copy of parameter i, in its shape; `meanwhile` is called while nobody else can write it."""
-        value = np.empty_like(self._arrays[i])
-        with self.held(i):
-            value[:] = self._arrays[i]
-            if meanwhile is not None:
-                meanwhile()
-        return value.reshape(self.layout.entries[i].shape)
-
-    @property
-    def versions(self) -> list[int]:
-        """How often each parameter was written: two per write, odd while or after a write was cut short."""
-        return list(self._versions)
-
-    def close(self) -> None:
-        """Let go of locks and mapping. The mapping itself ends with the last array that points into it."""
-        self._locks.close()
-
-    def _pass(
+    def _for_each(
         self,
-        model: Model,
+        model: FlatModel,
         apply: Callable[[int, Array, Array], bool],
         *,
         writes: bool = True,
         ways: int = 1,
-        is_look: bool = False,
+        peek: bool = False,
     ) -> Outcome:
-        outcome = Outcome(size_bytes=ways * self.layout.size_bytes)
-        versions, seen = self._versions, self._seen
+        """Call `apply(i, replica's value, center's value)` for each parameter, under its lock.
+
+        Parameters that others hold are deferred.
+        """
+        outcome = Outcome(size_bytes=ways * self._size_bytes)
+        versions, seen, holders = self._versions, self._seen, self._holders
+        is_locking, try_lock, unlock = self._lock, self._locks.take, self._locks.give
         model.begin()
-        stale = 0
-        with closing(self._locked()) as turns:  # an error on the way gives the lock back at once
-            for i in turns:
+        count, stale = len(seen), 0
+        waiting = deque(visiting_order(count, self._rank, self._segment.live))
+        busy, deadline = 0, None  # how many of those waiting were found locked in a row
+        while waiting:
+            i = waiting.popleft()
+            if is_locking and not try_lock(i):
+                waiting.append(i)
+                busy += 1
+                if busy >= len(waiting):
+                    deadline = deadline or Deadline(LOCK_TIMEOUT_S)
+                    deadline.wait(self.describe_lock(i))
+                    busy = 0
+                continue
+            try:
+                holders[i] = self._rank + 1
                 version = versions[i]
-                if version & 1 and self._lock and self._mend(i):
+                if version & 1 and is_locking and self._finish_pending(i):
                     version = versions[i]
                 if version & 1:
                     version += 1
-                    if self._lock:
+                    if is_locking:
                         outcome.torn.append(self.layout.entries[i].name)
                 stale += max(0, version - seen[i]) // 2
                 value = model.array(i)
@@ -235,46 +170,124 @@ class Shared:
                     outcome.refused.append(self.layout.entries[i].name)
                 if writes:
                     version += 2
-                versions[i] = version  # after a pull too: what was torn has been reported, once
-                if not is_look:
+                versions[i] = version  # after a pull too: a torn parameter is reported once
+                if not peek:
                     seen[i] = version
                 model.commit(i)
-        outcome.staleness = stale / len(seen)
+            finally:
+                if is_locking:
+                    unlock(i)
+            busy, deadline = 0, None
+        outcome.staleness = stale / count
         return outcome
 
-    def _locked(self) -> Generator[int]:
-        """Each parameter once, locked while it is out; those that others hold come later."""
-        count = len(self._arrays)
-        start = max(0, self._rank) * count // max(1, self._segment.live) % count  # apart, so that they seldom meet
-        if not self._lock:
-            return (i for i in [*range(start, count), *range(start)])
-        return turns(
-            count,
-            start,
-            take=self._take,
-            give=self._locks.give,
-            describe=self.describe,
-            timeout_s=LOCK_TIMEOUT_S,
-        )
+    def release(self) -> None:
+        """Unmap the pages from this process. They stay in shared memory and are mapped again on access."""
+        self._memory.release()
 
-    def _take(self, i: int) -> bool:
+    def close(self) -> None:
+        """Give up the locks. The mapping ends with the last array that refers to it."""
+        self._locks.close()
+
+    # Single parameters, for the host.
+
+    @contextmanager
+    def locked(self, i: int) -> Generator[None]:
+        """Hold the lock of parameter i for the length of a `with` block."""
+        deadline = Deadline(LOCK_TIMEOUT_S)
+        while not self.try_lock(i):
+            deadline.wait(self.describe_lock(i))
+        try:
+            yield
+        finally:
+            self.unlock(i)
+
+    def try_lock(self, i: int) -> bool:
+        """Lock parameter i if it is free, and complete what a killed host has begun on it."""
         if not self._locks.take(i):
             return False
         self._holders[i] = self._rank + 1
+        self._finish_pending(i)
         return True
 
-    def _mend(self, i: int) -> bool:
-        """Finish what a killed host has left half-done in parameter i, whose lock is held; False if nothing."""
-        return bool(self._versions[i] & 1) and finish_pending(self._segment.path, self, i)
+    def unlock(self, i: int) -> None:
+        """Unlock parameter i."""
+        self._locks.give(i)
 
-    def describe(self, i: int) -> str:
-        """The lock of parameter i, in words."""
+    def describe_lock(self, i: int) -> str:
+        """The lock of parameter i and its last holder, for messages."""
         holder = self._holders[i]
         who = f"worker {holder - 1}" if holder else "the host"
         return f"the lock of parameter {self.layout.entries[i].name!r}, last held by {who}"
 
-    def _attach(self) -> None:
-        self._memory = memory = Memory(self._path)
-        self.layout = memory.layout
-        self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
-        self._seen = list(self._versions)
+    def array(self, i: int) -> Array:
+        """Parameter i itself, flat, in shared memory. The caller holds its lock."""
+        return self._arrays[i]
+
+    def read(self, i: int, under_lock: Callable[[], None] | None = None) -> Array:
+        """Return a copy of parameter i in its shape; `under_lock` is called while the lock is held."""
+        value = np.empty_like(self._arrays[i])
+        with self.locked(i):
+            value[:] = self._arrays[i]
+            if under_lock is not None:
+                under_lock()
+        return value.reshape(self.layout.entries[i].shape)
+
+    def is_torn(self, i: int) -> bool:
+        """Whether a local worker died while it wrote parameter i, and it has not been written since."""
+        return bool(self._versions[i] & 1)
+
+    def version(self, i: int) -> int:
+        """Twice the number of writes of parameter i, an interrupted one included."""
+        return self._versions[i] + (self._versions[i] & 1)
+
+    @property
+    def versions(self) -> list[int]:
+        """The raw versions: 2 per write, odd during a write and after an interrupted one."""
+        return list(self._versions)
+
+    def begin_write(self, i: int) -> None:
+        """Mark parameter i, whose lock is held, as being written."""
+        self._versions[i] |= 1
+
+    def end_write(self, i: int) -> None:
+        """Mark the write of parameter i as complete."""
+        self._versions[i] = (self._versions[i] | 1) + 1
+
+    def restore_versions(self, versions: Sequence[int]) -> None:
+        """Continue with the versions of an earlier center, whose values were restored from a snapshot."""
+        for i, version in enumerate(versions):
+            self._versions[i] = version + (version & 1)
+
+    def _finish_pending(self, i: int) -> bool:
+        """Complete what a killed host has begun on parameter i, whose lock is held; False if there is nothing."""
+        return bool(self._versions[i] & 1) and finish_pending(self._segment.path, self, i)
+
+
+def visiting_order(count: int, rank: int, live: int) -> list[int]:
+    """All parameters, starting at one that depends on the rank: workers seldom wait for each other's locks."""
+    start = max(0, rank) * count // max(1, live) % count
+    return [*range(start, count), *range(start)]
+
+
+def round_replica(layout: Layout, i: int, x: Array, rule: Exchanger, memory: Array | None) -> None:
+    """Round a replica's new value `x` of parameter i to half precision, if that is what the replica holds."""
+    if layout.is_half(i):
+        layout.round(i, x)
+        if memory is not None:
+            rule.rounded(x, memory)
+
+
+def finish_all(segment: Segment) -> int:
+    """Complete everything that the previous host had begun when it was killed; return how many intents."""
+    count = 0
+    for _, staging in existing_files(segment.path):
+        with closing(staging):
+            intent = staging.pending()
+            center = SharedCenter.open(segment, segment.path / intent.center) if intent is not None else None
+            if intent is None or center is None:
+                continue
+            with closing(center), center.locked(intent.i):  # completes it if the version is odd
+                staging.finish(center, intent.i)
+            count += 1
+    return count

@@ -1,48 +1,63 @@
-"""Snapshots: all centers and named arrays of a run at one time, in a folder that appears whole or not at all.
+"""Snapshots: all centers and named arrays of a run, in a folder that appears complete or not at all.
 
     center/snapshot-000007/center-0.safetensors    the parameters of the first `share()`
                            arrays.safetensors      the named arrays, if there are any
                            manifest.json           lineage, counters, layout, rule, digests
     center/center-0.safetensors -> snapshot-000007/center-0.safetensors
 
-Each parameter is locked for the time of its copy only, and training goes on meanwhile. The manifest holds, for
-each parameter, how far every remote worker's contributions had come in that very copy: by this a worker whose
-host begins again from the snapshot learns which of its last contributions are in it. Of a worker that contributed
-nothing meanwhile, one number tells that for all parameters.
+Each parameter is locked only while it is copied, and training continues. For each parameter the manifest holds the
+applied number of every remote worker at the time of the copy. From it a worker whose host restarts from the snapshot
+learns which of its last contributions are included. For a worker that contributed nothing in the meantime, one number
+stands for all parameters.
+
+safetensors files are written array by array, so that no second copy of the center is needed in memory: 8 bytes of
+length, a JSON header of names, dtypes, shapes and offsets, then the raw values. Exports may be HDF5 files.
 """
 
 import copy
+import hashlib
 import os
 import re
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from maniple.center.arrays import ARRAY_FILE, DAMAGED
-from maniple.center.segment import Segment
-from maniple.center.shared import Shared
-from maniple.center.tensors import digest_of, read_tensors, write_tensors
-from maniple.center.words import Looker, named
+from maniple.center.arrays import ARRAY_FILE, DAMAGED, GivenValues
+from maniple.center.shared import SharedCenter
+from maniple.center.staging import AppliedTable, by_worker
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
+from maniple.memory.segment import Segment
 from maniple.record.folder import point, sync_folder, write_json
 
+assert sys.byteorder == "little", "values are sent and saved in the byte order of memory"
+
+HDF5 = (".h5", ".hdf5")
 _NAME = re.compile(r"snapshot-(\d{6,})")
 _MANIFEST = "manifest.json"
+_HDF5_NAME = "name"  # attribute with the array's name, where it cannot be the path of the dataset
+_DTYPES = {
+    "float32": "F32",
+    "float64": "F64",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
+Read = Callable[[int], Array]
 
 
-class Saved(msgspec.Struct):
+class SavedCenter(msgspec.Struct):
     """One center in a snapshot."""
 
-    name: str  # its file in shared memory
+    name: str  # of its file in shared memory
     file: str
     table: str
     digest: str
@@ -52,56 +67,53 @@ class Saved(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """What is known of a snapshot."""
+    """The contents of manifest.json."""
 
     number: int
     lineage: str
     saved: float
     restored: int
     updates: int
-    centers: list[Saved]
+    centers: list[SavedCenter]
     files: dict[str, tuple[int, str]]  # size and SHA-256
-    applied: dict[str, dict[str, list[int]]]
+    applied: dict[str, dict[str, list[int]]]  # worker -> center -> applied number per parameter
     versions: dict[str, str]
-    extra: dict[str, msgspec.Raw] = {}  # what others want to find again beside the center
-    words: dict[str, int] = {}  # of workers that are not in `applied`, or to be taken together with what is said there
-    forgotten: int = 0  # workers of which nothing is known any more
-    left_out: dict[str, str] = {}  # files of named arrays that are damaged, and how
+    extra: dict[str, msgspec.Raw] = {}  # what other components store beside the center
+    words: dict[str, int] = {}  # worker -> applied number for all parameters; the larger of this and `applied` holds
+    forgotten: int = 0  # workers whose applied numbers are not known any more
+    left_out: dict[str, str] = {}  # damaged files of named arrays, and what is wrong with them
 
 
-class Readable(Protocol):
-    """A center that can be saved."""
+class ClosedArray:
+    """A named array that is opened only while it is read: there may be more than files that a process may open."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def note(self) -> str: ...
-    @property
-    def versions(self) -> list[int]: ...
-    @property
-    def layout(self) -> Layout: ...
-    def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array: ...
+    def __init__(self, segment: Segment, path: Path, center: SharedCenter) -> None:
+        self._segment, self._path = segment, path
+        self.name, self.note, self.layout, self.versions = center.name, center.note, center.layout, center.versions
+
+    def read(self, i: int, under_lock: Callable[[], None] | None = None) -> Array:
+        """Return a copy of its value, as `SharedCenter.read` does."""
+        center = SharedCenter.open(self._segment, self._path)
+        assert center is not None  # it existed, and arrays are never removed
+        with closing(center):
+            value = center.read(i, under_lock)
+            self.versions = center.versions
+        return value
 
 
-def write_snapshot(segment: Segment, folder: Path, **settings: Any) -> Path | None:
-    """Write all centers and named arrays of `segment` to `folder`, as `write_centers` does."""
-    with readable(segment) as (centers, left_out):
-        return write_centers(centers, folder, under_way=Looker(segment.path), left_out=left_out, **settings)
+Readable = SharedCenter | ClosedArray
 
 
 @contextmanager
 def readable(segment: Segment) -> Generator[tuple[list[Readable], dict[str, str]]]:
-    """All centers and named arrays of `segment`, and why those that are damaged are not among them.
-
-    Named arrays are opened only while they are read: there may be more of them than files that a process may open.
-    """
+    """All centers and named arrays of `segment`, and what is wrong with damaged arrays, which are left out."""
     found: list[Readable] = []
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         for path in segment.centers():
             is_array = path.name.startswith(ARRAY_FILE)
             try:
-                center = Shared.open(segment, path)
+                center = SharedCenter.open(segment, path)
             except DAMAGED as error:
                 if not is_array:
                     raise
@@ -110,31 +122,15 @@ def readable(segment: Segment) -> Generator[tuple[list[Readable], dict[str, str]
             if center is None:
                 continue
             if is_array:
-                found.append(_Array(segment, path, center))
+                found.append(ClosedArray(segment, path, center))
                 center.close()
             else:
                 found.append(stack.enter_context(closing(center)))
         yield found, left_out
 
 
-class _Array:
-    """A named array, open only while it is read."""
-
-    def __init__(self, segment: Segment, path: Path, center: Shared) -> None:
-        self._segment, self._path = segment, path
-        self.name, self.note, self.layout, self.versions = center.name, center.note, center.layout, center.versions
-
-    def read(self, i: int, meanwhile: Callable[[], None] | None = None) -> Array:
-        center = Shared.open(self._segment, self._path)
-        assert center is not None  # it was there, and stays
-        with closing(center):
-            value = center.read(i, meanwhile)
-            self.versions = center.versions
-        return value
-
-
-def write_centers(
-    centers: Sequence[Readable],
+def write_snapshot(
+    segment: Segment,
     folder: Path,
     *,
     lineage: str,
@@ -145,81 +141,81 @@ def write_centers(
     forgotten: int = 0,
     extra: dict[str, msgspec.Raw] | None = None,
     name: str | None = None,
-    under_way: Looker | None = None,
-    left_out: dict[str, str] | None = None,
 ) -> Path | None:
-    """Write the next snapshot to `folder`; None if there is nothing to save yet.
+    """Write all centers and named arrays of `segment` as the next snapshot in `folder`.
 
-    `applied`, `words` and `forgotten` are what the snapshot that this center was restored from has told: workers that
-    were away since then may still ask. `under_way` tells how far each remote worker is; `left_out` are damaged arrays.
-    A snapshot with a `name` stands apart from the others and replaces one of that name.
+    Returns its path, or None if there is nothing to save yet.
+
+    Args:
+        applied, words, forgotten: from the manifest of the snapshot from which this center was restored. Workers that
+            have not come back since then may still ask.
+        name: replace the snapshot of this name, instead of adding a numbered one.
     """
-    for file, reason in (left_out or {}).items():
-        warnings.warn(f"the named array in {file} is damaged, and not in the snapshot: {reason}", stacklevel=2)
-    if not centers:
-        return None
-    number = 0 if name else max((n for n, _ in snapshots(folder)), default=0) + 1
-    target = folder / (name or f"snapshot-{number:06d}")
-    beside = folder / f".{target.name}.{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir(parents=True)
+    with readable(segment) as (centers, left_out):
+        for file, reason in left_out.items():
+            warnings.warn(f"the named array in {file} is damaged and left out of the snapshot: {reason}", stacklevel=2)
+        if not centers:
+            return None
+        number = 0 if name else max((n for n, _ in snapshots(folder)), default=0) + 1
         manifest = Manifest(
             number, lineage, time.time(), restored, 0, [], {}, copy.deepcopy(applied or {}), versions, extra or {}
         )
-        manifest.left_out = left_out or {}
-        progress = _Progress(under_way)
-        models = [center for center in centers if center.name.startswith("center-")]
-        arrays = [center for center in centers if not center.name.startswith("center-")]
-        for group, file in [
-            *(([model], f"{model.name}.safetensors") for model in models),
-            (arrays, "arrays.safetensors"),
-        ]:
-            if group:
-                _write_group(progress, group, beside / file, manifest)
-        progress.write_to(manifest, words or {}, forgotten)
-        manifest.updates = max(max(saved.versions, default=0) for saved in manifest.centers) // 2
-        write_json(beside / _MANIFEST, manifest)
-        if name:
-            shutil.rmtree(target, ignore_errors=True)
-        beside.rename(target)
-        sync_folder(folder)  # before anybody removes an older one
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        manifest.left_out = left_out
+        target = folder / (name or f"snapshot-{number:06d}")
+        temporary = folder / f".{target.name}.{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            progress = _Progress(AppliedTable(segment.path))
+            groups: dict[str, list[Readable]] = {}
+            for center in centers:  # models first, each in its own file
+                file = center.name if center.name.startswith("center-") else "arrays"
+                groups.setdefault(f"{file}.safetensors", []).append(center)
+            for file, group in sorted(groups.items(), key=lambda item: item[0] == "arrays.safetensors"):
+                _write_group(progress, group, temporary / file, manifest)
+            progress.write_to(manifest, words or {}, forgotten)
+            manifest.updates = max(max(saved.versions, default=0) for saved in manifest.centers) // 2
+            write_json(temporary / _MANIFEST, manifest)
+            if name:
+                shutil.rmtree(target, ignore_errors=True)
+            temporary.rename(target)
+            sync_folder(folder)  # before older snapshots are removed
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     for file in manifest.files if name is None else ():
         point(folder / file, Path(target.name) / file)
     return target
 
 
 def snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """The snapshots in `folder`, oldest first."""
+    """Numbers and paths of the snapshots in `folder`, oldest first."""
     found = [(int(match[1]), path) for path in folder.glob("snapshot-*") if (match := _NAME.fullmatch(path.name))]
     return sorted(found)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep` snapshots; a damaged one does not count as one of them."""
+    """Remove all but the newest `keep` snapshots. Damaged ones do not count."""
     there = [path for _, path in snapshots(folder)]
     whole = [path for path in there if _looks_whole(path)]
     for path in there[: there.index(whole[-keep])] if len(whole) > keep else []:
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".snapshot-*"):  # of a host that was killed while writing it
+    for path in folder.glob(".snapshot-*"):  # left by a host that was killed while writing
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _looks_whole(path: Path) -> bool:
-    """All files are there and have their sizes; their bytes are not read."""
+    """Whether all files exist and have the right sizes. Their contents are not checked."""
     try:
-        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = _read_manifest(path)
         return all((path / file).stat().st_size == size for file, (size, _) in manifest.files.items())
     except (OSError, msgspec.DecodeError):
         return False
 
 
 def check_snapshot(path: Path, lineage: str) -> Manifest:
-    """The manifest of a snapshot that is whole and of this lineage; else InvalidArgument tells the reason."""
+    """Return the manifest of a snapshot that is intact and of this lineage; else raise InvalidArgument."""
     try:
-        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = _read_manifest(path)
     except OSError as error:
         raise InvalidArgument(f"{path.name} has no manifest ({error.strerror}).") from None
     except msgspec.DecodeError as error:
@@ -232,92 +228,84 @@ def check_snapshot(path: Path, lineage: str) -> Manifest:
             raise InvalidArgument(f"{path.name} lacks {file}.")
         if there != size:
             raise InvalidArgument(f"{path.name} is truncated: {file} has {there} bytes of {size}.")
-        if digest_of(path / file) != digest:
-            raise InvalidArgument(f"{path.name} is damaged: {file} has not the bytes that were written.")
+        with (path / file).open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != digest:
+            raise InvalidArgument(f"{path.name} is damaged: the checksum of {file} differs.")
     return manifest
 
 
+def newest_snapshot(folder: Path, lineage: str) -> tuple[Path, Manifest, list[str]]:
+    """Return the newest intact snapshot, its manifest, and what is wrong with each newer one."""
+    reasons: list[str] = []
+    for _, path in reversed(snapshots(folder)):
+        try:
+            return path, check_snapshot(path, lineage), reasons
+        except InvalidArgument as error:
+            reasons.append(str(error))
+    found = " ".join(reasons) or "There is none."
+    raise InvalidArgument(f"no snapshot in {folder} can be used. {found} Start a new run instead.")
+
+
+def _read_manifest(path: Path) -> Manifest:
+    return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+
+
 def restore(segment: Segment, path: Path, manifest: Manifest) -> None:
-    """Make the centers of a checked snapshot in `segment`."""
+    """Create the centers of a checked snapshot in `segment`."""
     layouts = [Layout.from_table(saved.table.encode()) for saved in manifest.centers]
     for file in manifest.files:
         group = [i for i, saved in enumerate(manifest.centers) if saved.file == file]
         entries = [entry for i in group for entry in layouts[i].entries]
         dtypes = [dtype for i in group for dtype, _, _ in layouts[i].places]
-        values = read_tensors(path / file, entries, dtypes)
+        values = _read_tensors(path / file, entries, dtypes)
         for i in group:
             saved = manifest.centers[i]
-            model = _Values(layouts[i], values)
-            center, _ = Shared.open_or_create(segment, saved.name, model, rank=-1, note=saved.note)
-            center.settle(saved.versions)
+            model = GivenValues(layouts[i].entries, lambda _, values=values: next(values))
+            center, _ = SharedCenter.open_or_create(segment, saved.name, model, rank=-1, note=saved.note)
+            center.restore_versions(saved.versions)
             center.close()
 
 
-class _Values:
-    """Saved values as a model."""
-
-    def __init__(self, layout: Layout, values: Iterator[Array]) -> None:
-        self.entries: tuple[Entry, ...] = layout.entries
-        self._values = values
-
-    def begin(self) -> None:
-        pass
-
-    def array(self, i: int) -> Array:
-        del i
-        return next(self._values)
-
-    def commit(self, i: int) -> None:
-        del i
-
-
 class _Progress:
-    """How far each remote worker is while the parameters are copied one after the other."""
+    """The applied numbers of remote workers, as they were when each parameter was copied."""
 
-    def __init__(self, look: Looker | None) -> None:
-        self._look = look
+    def __init__(self, table: AppliedTable) -> None:
+        self._table = table
         self._first: Array | None = None
-        self._copies: list[tuple[str, int, dict[str, int]]] = []  # center, parameter, words that differ from the first
+        self._copies: list[tuple[str, int, dict[str, int]]] = []  # center, parameter, numbers that differ from _first
 
     def read(self, center: Readable, i: int) -> Array:
-        """A copy of parameter i. Nobody can write it while the words are read."""
-        look = self._look
-        if look is None:
-            return center.read(i)
+        """Copy parameter i, and the applied numbers under its lock."""
         seen: list[Array] = []
-        value = center.read(i, lambda: seen.append(look()))
-        rows = seen[0]
+        value = center.read(i, lambda: seen.append(self._table.rows()))
+        (rows,) = seen
         if self._first is None:
             self._first = rows
-        self._copies.append((center.name, i, self._moved(rows)))
+        known = rows[: len(self._first)]
+        is_same = (known["applied"] == self._first["applied"]) & (known["name"] == self._first["name"])
+        changed = np.concatenate([known[~is_same], rows[len(self._first) :]])
+        self._copies.append((center.name, i, by_worker(changed)))
         return value
 
     def write_to(self, manifest: Manifest, words: dict[str, int], forgotten: int) -> None:
-        """Note it all."""
-        first = {} if self._first is None else named(self._first)
-        moving = {worker for _, _, words in self._copies for worker in words}
-        for center, i, words_then in self._copies if moving else ():
-            for worker in moving:
+        """Store the numbers in the manifest: per parameter for workers that contributed during the snapshot."""
+        first = {} if self._first is None else by_worker(self._first)
+        active = {worker for _, _, numbers in self._copies for worker in numbers}
+        for center, i, numbers in self._copies if active else ():
+            for worker in active:
                 known = manifest.applied.setdefault(worker, {}).setdefault(center, [])
                 known += [0] * (i + 1 - len(known))
-                known[i] = max(known[i], words_then.get(worker, first.get(worker, 0)))
-        unmoved = {worker: word for worker, word in first.items() if worker not in moving}
-        manifest.words = words | {worker: max(word, words.get(worker, 0)) for worker, word in unmoved.items()}
-        manifest.forgotten = forgotten + (0 if self._look is None else self._look.forgotten)
-
-    def _moved(self, rows: Array) -> dict[str, int]:
-        assert self._first is not None
-        known = rows[: len(self._first)]
-        same = (known["word"] == self._first["word"]) & (known["name"] == self._first["name"])
-        changed = np.concatenate([known[~same], rows[len(self._first) :]])
-        return named(changed) if len(changed) else {}
+                known[i] = max(known[i], numbers.get(worker, first.get(worker, 0)))
+        idle = {worker: number for worker, number in first.items() if worker not in active}
+        manifest.words = words | {worker: max(number, words.get(worker, 0)) for worker, number in idle.items()}
+        manifest.forgotten = forgotten + self._table.forgotten
 
 
 def _write_group(progress: _Progress, centers: list[Readable], path: Path, manifest: Manifest) -> None:
     parameters = [(center, i) for center in centers for i in range(len(center.layout.entries))]
     entries = [center.layout.entries[i] for center, i in parameters]
     dtypes = [center.layout.places[i][0] for center, i in parameters]
-
     digest = write_tensors(path, entries, dtypes, lambda k: progress.read(*parameters[k]))
     manifest.files[path.name] = (path.stat().st_size, digest)
     for center in centers:
@@ -325,17 +313,110 @@ def _write_group(progress: _Progress, centers: list[Readable], path: Path, manif
         torn = [e.name for e, version in zip(center.layout.entries, versions, strict=True) if version & 1]
         layout = center.layout
         manifest.centers.append(
-            Saved(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn)
+            SavedCenter(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn)
         )
 
 
-def newest_snapshot(folder: Path, lineage: str) -> tuple[Path, Manifest, list[str]]:
-    """The newest snapshot that is whole, and why each newer one is not."""
-    reasons: list[str] = []
-    for _, path in reversed(snapshots(folder)):
+def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], read: Read) -> str:
+    """Write `read(i)` for each entry to the safetensors file `path`, and sync it; return its SHA-256.
+
+    Complex numbers are written as pairs of real numbers, in a last axis of size 2.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry, dtype in zip(entries, dtypes, strict=True):
+        shape, real = list(entry.shape), dtype
+        if dtype.startswith("complex"):
+            shape, real = [*shape, 2], f"float{np.dtype(dtype).itemsize * 4}"
+        start, end = end, end + entry.size * np.dtype(dtype).itemsize
+        header[entry.name] = {"dtype": _DTYPES[real], "shape": shape, "data_offsets": [start, end]}
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(len(text).to_bytes(8, "little") + text)
+        for i in range(len(entries)):
+            write(np.ascontiguousarray(read(i)).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def write_hdf5(path: Path, entries: Sequence[Entry], read: Read) -> None:
+    """Write `read(i)` for each entry to the HDF5 file `path`, and sync it.
+
+    Names are paths in HDF5. A name that is not a valid path ("a//b"), or that another needs as a group ("a" beside
+    "a/b"), is stored as an attribute of a dataset with another path.
+    """
+    h5py = _h5py(path)
+    with h5py.File(path, "w") as file:
+        for i, (entry, path_in_file) in enumerate(zip(entries, _hdf5_paths([e.name for e in entries]), strict=True)):
+            made = file.create_dataset(path_in_file, data=read(i).reshape(entry.shape))
+            if path_in_file != entry.name:
+                made.attrs[_HDF5_NAME] = entry.name
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _hdf5_paths(names: Sequence[str]) -> list[str]:
+    """Paths in an HDF5 file for arrays with these names: distinct, and the name itself where possible."""
+    groups = {name[:k] for name in names for k, letter in enumerate(name) if letter == "/"}
+    plain = {name for name in names if name not in groups and all(part not in ("", ".") for part in name.split("/"))}
+    paths: list[str] = []
+    for name in names:
+        path_in_file = name
+        if name not in plain:
+            path_in_file = name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
+            while path_in_file in plain or path_in_file in groups or path_in_file in paths:
+                path_in_file += "%"
+        paths.append(path_in_file)
+    return paths
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """Read all arrays of a user's safetensors or HDF5 file."""
+    if not path.is_file():
+        raise InvalidArgument(f"there is no file {str(path)!r}. Give a .safetensors or .h5 file.")
+    if path.suffix not in HDF5:
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
         try:
-            return path, check_snapshot(path, lineage), reasons
-        except InvalidArgument as error:
-            reasons.append(str(error))
-    told = " ".join(reasons) or "There is none."
-    raise InvalidArgument(f"no snapshot in {folder} can be used. {told} Start a new run instead.")
+            return load_file(path)
+        except SafetensorError as error:
+            raise InvalidArgument(f"{path} is not a complete safetensors file: {error}.") from None
+    h5py = _h5py(path)
+    found: dict[str, Array] = {}
+
+    def collect(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[str(item.attrs.get(_HDF5_NAME, name))] = np.asarray(item)
+
+    with h5py.File(path, "r") as file:
+        file.visititems(collect)
+    return found
+
+
+def _read_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str]) -> Iterator[Array]:
+    """Yield the flat values of a file that `write_tensors` has written, in order."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        for entry, dtype in zip(entries, dtypes, strict=True):
+            yield np.ascontiguousarray(file.get_tensor(entry.name)).reshape(-1).view(dtype)
+
+
+def _h5py(path: Path) -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise InvalidArgument(
+            f"{path.name} is an HDF5 file, and h5py is not installed. `pip install 'maniple[hdf5]'`, or use "
+            ".safetensors."
+        ) from None
+    return h5py

@@ -1,3 +1,8 @@
-"""Feeds: producers push minibatches, workers take them. `ring` is the queue in shared memory, `remote` reaches it over
-TCP, `prefetch` is a producer for one worker alone.
+"""Feeds: producers push minibatches, workers take them.
+
+local_feed           `maniple.Feed` and `worker.feed()`, and both ends of a ring in shared memory
+remote_feed          both ends over TCP, and the host's side
+ring                 the queue in shared memory, and the format of a batch
+producer_registry    which producers are alive, have ended or failed
+prefetch             a loader process for one worker alone
 """

@@ -1,4 +1,4 @@
-"""The host: owns a run's center, its shared memory and its folder. `server` is its network side, its own process."""
+"""The host of a run: owns its centers, shared memory and folder. `server` is its network side, in its own process."""
 
 from maniple.host.host import Host
 

@@ -1,9 +1,8 @@
-"""Which cores each worker gets: a share of its own, near its GPU where the machine tells where that is. And threads.
+"""Cores and threads of each worker: an own share, near its GPU where the machine describes its topology.
 
-The kernel gives a process memory from the node of the core that first touches it, so that a worker whose cores are
-near its GPU has its memory there too; nothing else need be bound.
+The kernel allocates memory on the NUMA node of the core that first touches it, so binding cores also places memory.
 
-It needs nothing but Python itself: at the far end of ssh it is loaded by its path, without maniple.
+This file imports only the standard library: `ssh_remote` loads it by path, without maniple.
 """
 
 import itertools
@@ -17,7 +16,7 @@ _PCI = "sys/bus/pci/devices"
 
 
 def split_cores(cores: list[int], workers: int) -> list[list[int]]:
-    """Cores of its own for each worker; all cores for everybody if there are more workers than cores."""
+    """Split cores evenly; if there are more workers than cores, each worker gets all of them."""
     if not 0 < workers <= len(cores):
         return [cores] * workers
     bounds = [len(cores) * i // workers for i in range(workers + 1)]
@@ -42,12 +41,12 @@ def divide_cores(
 
 
 def threads_each(cores: int, workers: int, *, root: Path = Path("/")) -> int:
-    """How many threads each worker may start: its share of the cores, or of the time that is granted on them."""
+    """How many threads each worker may start: its share of the cores, or of the CPU time that control groups grant."""
     return max(1, int(min(cores, granted_cores(root) or cores)) // max(1, workers))
 
 
 def granted_cores(root: Path = Path("/")) -> float | None:
-    """How many cores' time the control groups of this process grant; None: all, or nothing is known."""
+    """The CPU time that the control groups of this process grant, in cores; None if there is no known limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -63,7 +62,7 @@ def granted_cores(root: Path = Path("/")) -> float | None:
 
 
 def _grant(group: Path) -> float:
-    """The limit of one control group, of version 2 or 1 of the kernel's files."""
+    """The limit of one control group, version 2 or 1."""
     try:
         if (group / "cpu.max").exists():
             limit, period = (group / "cpu.max").read_text().split()
@@ -75,19 +74,19 @@ def _grant(group: Path) -> float:
 
 
 def core_list(text: str) -> set[int]:
-    """The cores of a list in the kernel's words: `0-3,8`."""
+    """Parse the kernel's format for a set of cores: `0-3,8`."""
     parts = (part.partition("-") for part in text.strip().split(",") if part)
     return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
 
 
 def _near(device: str | None, gpus: list[str], root: Path) -> set[int]:
-    """The cores near a device; none if it is no GPU, or nothing is known of it."""
+    """The cores near a device; empty if it is no GPU or its location is unknown."""
     kind, _, number = (device or "").partition(":")
     if kind != "cuda" or not (number or "0").isdigit() or int(number or "0") >= len(gpus):
         return set()
     folder = root / _PCI / gpus[int(number or "0")]
     try:
-        # A machine with one node, or firmware that tells nothing, says -1.
+        # -1 on a machine with one NUMA node, or if the firmware does not describe it.
         is_known = int((folder / "numa_node").read_text()) >= 0
         return core_list((folder / "local_cpulist").read_text()) if is_known else set()
     except (OSError, ValueError):
@@ -95,20 +94,20 @@ def _near(device: str | None, gpus: list[str], root: Path) -> set[int]:
 
 
 def _gpus(root: Path) -> list[tuple[str, str]]:
-    """The address on the PCI bus and the UUID of each GPU, in the order of the bus."""
+    """PCI address and UUID of each GPU, in bus order."""
     found: list[tuple[str, str]] = []
     for path in sorted((root / _GPUS).glob("*/information")):
         try:
             lines = (line.partition(":") for line in path.read_text().splitlines())
         except OSError:
             continue
-        told = {name.strip(): value.strip() for name, _, value in lines}
-        found.append((path.parent.name.lower(), told.get("GPU UUID", "")))
+        fields = {name.strip(): value.strip() for name, _, value in lines}
+        found.append((path.parent.name.lower(), fields.get("GPU UUID", "")))
     return found
 
 
 def _visible(gpus: list[tuple[str, str]], visible: str | None) -> list[str]:
-    """The addresses in the order in which CUDA numbers them; none where that cannot be told."""
+    """The PCI addresses in the order in which CUDA numbers them; empty if that cannot be determined."""
     if visible is None:
         return [address for address, _ in gpus]
     chosen: list[str] = []

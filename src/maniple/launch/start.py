@@ -1,6 +1,6 @@
-"""The first thing a worker's process runs: tie its life to the launcher's, take its cores, become the script.
+"""Runs first in each child process: asks to be killed with the launcher, binds cores, then executes the command.
 
-Run by path, without site packages, so that it costs a few milliseconds:  python -I -S start.py PARENT CORES COMMAND...
+Run by path, without site packages, so that it takes only milliseconds:  python -I -S start.py PARENT CORES COMMAND...
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Replace this process by COMMAND."""
     parent, cores, *command = sys.argv[1:]
-    # The kernel kills this process when the launcher dies, even by SIGKILL; the setting outlives exec.
+    # The kernel kills this process when the launcher dies, even by SIGKILL; the setting survives exec.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # the launcher died before the line above
         sys.exit(1)

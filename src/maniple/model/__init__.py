@@ -1,11 +1,9 @@
-"""The model: a class of the user's own, trained by a loop that is ours. `python -m maniple.model FILE.py:CLASS`.
+"""Training of a user's model class by maniple's own loop: `python -m maniple.model FILE.py:CLASS`.
 
-contract    what the class must have, checked before training
-loop        epochs of training, validation and snapshots
-recorder    where the time goes
-validation  what is found on the validation data, over all workers
-history     what is kept with an epoch, to go on from it
-saved       models that were saved: validated again, and in between
+contract     what the class must have, checked before training
+loop         epochs of training, validation and snapshots, and checkpoints to continue from them
+recorder     where the time goes
+validation   metrics on the validation data, over all workers, and of saved models
 """
 
 from maniple.model.recorder import Recorder

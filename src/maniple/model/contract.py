@@ -1,4 +1,4 @@
-"""The contract: what a model's class must have. All that is missing is told at once, before training begins."""
+"""The contract of a model class: what it must have. All violations are reported at once, before training begins."""
 
 import inspect
 import sys
@@ -9,20 +9,20 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from maniple.errors import InvalidArgument
-from maniple.spec import load_file, split
+from maniple.user_class import load_file, parse_class
 
 _METHODS = {
-    "train_iter": (("count", "recorder"), "trains on batch `count` and gives its loss, or a dict that has `loss`"),
-    "val_iter": (("count", "recorder"), "gives a dict of means over validation batch `count` that has `loss`"),
+    "train_iter": (("count", "recorder"), "trains on batch `count` and returns its loss, or a dict that has `loss`"),
+    "val_iter": (("count", "recorder"), "returns a dict of means over validation batch `count` that has `loss`"),
     "adjust_hyperp": (("epoch",), "is called before each epoch, for learning rates and the like"),
     "cleanup": ((), "is called at the end"),
 }
 _PARAMS = "a torch module, a list of torch parameters, or a dict of NumPy arrays that are changed in place"
 
-loading: list[str] = []  # the class whose file is being loaded now
+loading: list[str] = []  # the class whose file is being loaded, for `Session` to detect that it runs inside of it
 
 
-class Data(Protocol):
+class ModelData(Protocol):
     """A model's data."""
 
     n_batch_train: int  # of an epoch, over all workers
@@ -30,10 +30,10 @@ class Data(Protocol):
 
 
 class Model(Protocol):
-    """What the loop needs. Beside it, a class may have `optimizer`, `n_epochs`, `snapshot_epochs`, `record_every`."""
+    """What the loop requires. Optional: `optimizer`, `n_epochs`, `snapshot_epochs`, `record_every`."""
 
     params: Any
-    data: Data
+    data: ModelData
 
     def train_iter(self, count: int, recorder: Any) -> Any: ...
     def val_iter(self, count: int, recorder: Any) -> Any: ...
@@ -43,7 +43,7 @@ class Model(Protocol):
 
 def load_class(spec: str) -> type:
     """The class that FILE.py:CLASS names."""
-    path, name = split(spec, "--model")
+    path, name = parse_class(spec, "--model")
     loading.append(spec)
     try:
         module = load_file(path)
@@ -69,26 +69,26 @@ def make(kind: type, config: dict[str, Any]) -> Model:
     if problems := faults(model, world=config["size"]):
         listed = "".join(f"\n    {problem}" for problem in problems)
         raise InvalidArgument(
-            f"{kind.__name__} cannot be trained: of what a model needs, {_count(len(problems))}:{listed}\n"
-            "Mend the class; docs/model.md has one that is whole."
+            f"{kind.__name__} cannot be trained. Of what a model needs, {len(problems)} are missing or wrong:{listed}\n"
+            "Correct the class; docs/model.md has a complete example."
         )
     return model
 
 
 def faults(model: Any, *, world: int = 1) -> list[str]:
-    """All that a model lacks or has of a wrong kind, each with what it should be."""
+    """All violations of the contract, each with what is expected."""
     found = [*_params_faults(model), *_data_faults(getattr(model, "data", None), world)]
     for name, (arguments, what) in _METHODS.items():
         found += _method_faults(model, name, arguments, what)
     for name in ("n_epochs", "snapshot_epochs", "record_every"):
         value = getattr(model, name, 1)
         if not _is_count(value) or (value < 1 and name != "snapshot_epochs"):
-            found.append(f"{name} is {value!r}: it is a whole number, 1 or more, or left out")
+            found.append(f"{name} is {value!r}: it is an integer, 1 or more, or left out")
     return found
 
 
 def shareable(params: Any) -> Any:
-    """Parameters as `worker.share` takes them: a list of torch parameters becomes a module that holds them."""
+    """Parameters as `worker.share` accepts them: a list of torch parameters becomes a module."""
     if isinstance(params, Sequence):
         return sys.modules["torch"].nn.ParameterList(cast(Sequence[Any], params))
     return params
@@ -103,7 +103,9 @@ def _params_faults(model: Any) -> list[str]:
         wrong = [name for name, value in values.items() if not isinstance(value, np.ndarray)]
         if values and not wrong:
             return []
-        return [f"params is a dict {f'whose {wrong[0]!r} is no NumPy array' if wrong else 'of nothing'}: {_PARAMS}"]
+        return [
+            f"params is a dict {f'whose {wrong[0]!r} is not a NumPy array' if wrong else 'without entries'}: {_PARAMS}"
+        ]
     return [] if _is_torch(params) else [f"params is {_described(params)}: {_PARAMS}"]
 
 
@@ -120,12 +122,12 @@ def _described(params: Any) -> str:
     if not isinstance(params, list | tuple):
         return f"of type {type(params).__name__}"
     kinds = sorted({type(one).__name__ for one in cast(Sequence[Any], params)})
-    return f"a list of {', '.join(kinds) or 'nothing'}"
+    return f"a list of {', '.join(kinds) or 'no items'}"
 
 
 def _data_faults(data: Any, world: int) -> list[str]:
-    train = "data.n_batch_train", "a whole number: the batches of an epoch, over all workers"
-    val = "data.n_batch_val", "a whole number: the batches of the validation data; 0 for none"
+    train = "data.n_batch_train", "an integer: the batches of an epoch, over all workers"
+    val = "data.n_batch_val", "an integer: the batches of the validation data; 0 for none"
     if data is None:
         return [f"{name} is missing: {what}" for name, what in (train, val)]
     found: list[str] = []
@@ -137,7 +139,7 @@ def _data_faults(data: Any, world: int) -> list[str]:
             found.append(f"{name} is {value!r}: {what}")
     batches = getattr(data, "n_batch_train", None)
     if batches is not None and _is_count(batches) and batches < world:
-        found.append(f"{train[0]} is {batches}, but there are {world} workers: each needs at least one batch")
+        found.append(f"{train[0]} is {batches}, but there are {world} workers, and each needs a batch")
     return found
 
 
@@ -161,7 +163,3 @@ def _method_faults(model: Any, name: str, arguments: tuple[str, ...], what: str)
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
-
-
-def _count(number: int) -> str:
-    return f"{number} {'thing is' if number == 1 else 'things are'} missing or of a wrong kind"

@@ -1,15 +1,17 @@
 """A serial program whose functions run on all workers of this machine.
 
-pool      the workers, and what a person does with them
-function  a function of whole data sets: `calling` is what each process does of a call
-rows      who takes which rows; `outputs` puts together what came of them
-data      arrays in shared memory; `objects` are those that each worker has for itself
-crew      the worker processes, each of which is `served`; `box` is what travels, `memory` where large arrays lie
+pool              the workers, and the calls that a program makes
+function          a function of whole data sets: the rows of each worker, and what each process executes of one call
+outputs           reduction of what the workers return
+data              arrays in shared memory, and objects of which each worker has its own
+training          one training step on all workers
+processes         the worker processes as the caller sees them
+worker_process    the program they run, and how messages are pickled
+gather_kernels    fast copies of rows
 """
 
-from maniple.pool.data import Data
+from maniple.pool.data import Data, Handle
 from maniple.pool.function import Function
-from maniple.pool.objects import Handle
 from maniple.pool.pool import Pool
 
 __all__ = ["Data", "Function", "Handle", "Pool"]

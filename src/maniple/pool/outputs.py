@@ -1,109 +1,137 @@
-"""Outputs: what several calls of one function returned, put together to what one call on all rows would have returned.
+"""Reduction of outputs: combines what several calls returned into what one call on all rows would have returned.
 
-An output is an array, a number, a tensor, or a tuple, list or dict of outputs. Each of them has its own op:
+An output is an array, a number, a tensor, or a tuple, list or dict of outputs. Each leaf has its own op:
 
     mean     sum_k n_k x_k / sum_k n_k, where call k has seen n_k rows: exact for shares of different sizes
     sum, prod, min, max
-    gather   one after the other along axis 0; of numbers, an array of them
-    none     a list of what each call returned, whatever that is
+    gather   concatenation along axis 0; numbers become an array
+    none     a list with the output of each call, of any type
 """
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from maniple.circle.values import is_tensor
+from maniple.collectives.values import is_tensor
 from maniple.errors import InvalidArgument
 
 OPS = ("mean", "sum", "prod", "min", "max", "gather", "none")
-Ops = Any  # an op, or a tuple, list or dict of them, like the output
+Ops = Any  # an op, or a tuple, list or dict of ops in the form of the output
 
 
-def check_ops(ops: Ops, where: str = "reduce") -> None:
-    """Raise InvalidArgument if these are no ops."""
-    if isinstance(ops, Mapping):
-        for key, op in cast(Mapping[Any, Any], ops).items():
-            check_ops(op, f"{where}[{key!r}]")
-    elif isinstance(ops, (list, tuple)):
-        for i, op in enumerate(cast(Sequence[Any], ops)):
-            check_ops(op, f"{where}[{i}]")
-    elif ops not in OPS:
-        raise InvalidArgument(f"{where}={ops!r} is no way to put outputs together (one of {', '.join(OPS)}).")
-
-
-class Total:
-    """The outputs so far. What was put together elsewhere, with `op`, may be put together again."""
+class OutputReducer:
+    """Combines outputs one at a time. A combined value can be added to another reducer with the same ops."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._parts: list[tuple[Any, float]] = []
+        self._keeps_all = any(op in {"gather", "none"} for op in _leaves(ops))
+        self._outputs: list[Any] = []
+        self._weights: list[float] = []
 
-    def add(self, output: Any, weight: float, *, is_total: bool = False, is_last: bool = True) -> None:
-        """One more; `is_total`: what several calls gave. After one that is not the last, a call may write over it."""
-        if not is_total:
-            seen = _plain if is_last else _copied
-            output = _walk(self._ops, [output], lambda op, xs, _: [xs[0]] if op == "none" else seen(xs[0]))
-        self._parts.append((output, weight))
-        if len(self._parts) > 1 and not self._gathers(self._ops):  # nothing is kept that is not needed
-            weights = [weight for _, weight in self._parts]
-            self._parts = [(self._put_together(), sum(weights))]
+    def add(self, output: Any, weight: float, *, is_reduced: bool = False, is_last: bool = True) -> None:
+        """Add an output of `weight` rows.
+
+        Args:
+            is_reduced: the output comes from another reducer.
+            is_last: no call follows that could overwrite the memory of this output; otherwise it is copied.
+        """
+        if not is_reduced:
+            detach = _plain if is_last else _copied
+            output = _map(self._ops, [output], lambda op, xs, _: [xs[0]] if op == "none" else detach(xs[0]))
+        self._outputs.append(output)
+        self._weights.append(weight)
+        if len(self._outputs) > 1 and not self._keeps_all:  # combine now, to hold one output in memory only
+            self._outputs, self._weights = [self.value()], [self.weight]
 
     @property
     def weight(self) -> float:
-        """The rows so far."""
-        return sum(weight for _, weight in self._parts)
+        """The number of rows added so far."""
+        return sum(self._weights)
 
     def value(self) -> Any:
-        """What all of them make together."""
-        return self._put_together() if self._parts else None
-
-    def _put_together(self) -> Any:
-        weights = [weight for _, weight in self._parts]
-        return _walk(self._ops, [part for part, _ in self._parts], lambda op, xs, at: _combined(op, xs, weights, at))
-
-    def _gathers(self, ops: Ops) -> bool:
-        if isinstance(ops, Mapping):
-            return any(map(self._gathers, cast(Mapping[Any, Any], ops).values()))
-        if isinstance(ops, (list, tuple)):
-            return any(map(self._gathers, cast(Sequence[Any], ops)))
-        return ops in {"gather", "none"}
+        """The combined output; None if nothing was added."""
+        if not self._outputs:
+            return None
+        return _map(self._ops, self._outputs, lambda op, xs, where: _combine(op, xs, self._weights, where))
 
 
-def _walk(ops: Ops, parts: list[Any], act: Callable[[str, list[Any], str], Any], at: str = "the output") -> Any:
-    """Go down into outputs of the same form, and `act` where the op says what to do."""
-    first = parts[0]
+def check_ops(ops: Ops, where: str = "reduce") -> None:
+    """Raise InvalidArgument for an unknown op."""
+    for op in _leaves(ops):
+        if op not in OPS:
+            raise InvalidArgument(f"{where}={ops!r} contains the unknown op {op!r}. Use one of {', '.join(OPS)}.")
+
+
+def split_pair(output: Any, names: Iterable[str], what: str) -> tuple[Any, Mapping[str, Any]]:
+    """The (outputs, {name: value}) that a function returned; InvalidArgument unless it has a value for each name."""
+    is_pair = isinstance(output, tuple) and len(cast(tuple[Any, ...], output)) == 2
+    if not is_pair or not isinstance(output[1], Mapping) or set(cast(Any, output[1])) != set(names):
+        raise InvalidArgument(
+            f"{what} must return (outputs, {{name: value}}) with the names {', '.join(map(str, names))}, but this one "
+            f"returned a {type(output).__qualname__} of another form. Return such a pair."
+        )
+    return cast(tuple[Any, Mapping[str, Any]], output)
+
+
+def concatenate(xs: list[Any]) -> Any:
+    """Arrays, tensors or numbers joined along axis 0."""
+    if is_tensor(xs[0]):
+        return sys.modules["torch"].cat([x.reshape(1) if x.ndim == 0 else x for x in xs])
+    return np.concatenate([np.atleast_1d(np.asarray(x)) for x in xs])
+
+
+def is_integer(x: Any) -> bool:
+    """Whether an array, tensor or number holds integers or booleans."""
+    if is_tensor(x):
+        return not (x.is_floating_point() or x.is_complex())
+    return np.asarray(x).dtype.kind in "iub"
+
+
+def _leaves(ops: Ops) -> list[Any]:
+    if isinstance(ops, Mapping):
+        ops = list(cast(Mapping[Any, Any], ops).values())
+    if isinstance(ops, (list, tuple)):
+        return [leaf for op in cast(Sequence[Any], ops) for leaf in _leaves(op)]
+    return [ops]
+
+
+def _map(ops: Ops, outputs: list[Any], act: Callable[[str, list[Any], str], Any], where: str = "the output") -> Any:
+    """Apply `act(op, leaves, where)` to the corresponding leaves of outputs of the same form."""
+    first = outputs[0]
     if ops == "none":
-        return act("none", parts, at)
-    _check_alike(parts, at)
+        return act("none", outputs, where)
+    forms = list(dict.fromkeys(map(_form, outputs)))
+    if len(forms) > 1:
+        raise InvalidArgument(
+            f"{where} is {forms[0]} for some rows and {forms[1]} for others, so they cannot be combined. Return the "
+            "same form for all rows (an array with a value per row, not a list), or use reduce='none'."
+        )
     if first is None:
         return None
     if isinstance(first, Mapping):
-        _check_form(ops, Mapping, cast(Mapping[Any, Any], first).keys(), at)
-        return {
-            key: _walk(_op_of(ops, key), [part[key] for part in parts], act, f"{at}[{key!r}]")
-            for key in cast(Mapping[Any, Any], first)
-        }
-    if isinstance(first, (list, tuple)):
-        _check_form(ops, (list, tuple), range(len(cast(Sequence[Any], first))), at)
-        items = [
-            _walk(_op_of(ops, i), [part[i] for part in parts], act, f"{at}[{i}]")
-            for i in range(len(cast(Sequence[Any], first)))
-        ]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if not isinstance(ops, str):
-        raise InvalidArgument(f"{at} is a {type(first).__qualname__}, but reduce={ops!r} is for several. Give one op.")
-    return act(ops, parts, at)
-
-
-def _check_alike(parts: list[Any], at: str) -> None:
-    forms = list(dict.fromkeys(map(_form, parts)))
-    if len(forms) > 1:
-        raise InvalidArgument(
-            f"{at} is {forms[0]} for some rows and {forms[1]} for others, so they cannot be put together. Return the "
-            "same form for all rows (an array of a value per row, not a list), or use reduce='none'."
-        )
+        keys: Any = list(cast(Mapping[Any, Any], first))
+        _check_form(ops, Mapping, keys, where)
+    elif isinstance(first, (list, tuple)):
+        keys = range(len(cast(Sequence[Any], first)))
+        _check_form(ops, (list, tuple), keys, where)
+    else:
+        if not isinstance(ops, str):
+            raise InvalidArgument(
+                f"{where} is a {type(first).__qualname__}, but reduce={ops!r} is for several outputs. Give one op."
+            )
+        return act(ops, outputs, where)
+    values = [
+        _map(ops if isinstance(ops, str) else ops[key], [one[key] for one in outputs], act, f"{where}[{key!r}]")
+        for key in keys
+    ]
+    if isinstance(first, Mapping):
+        return dict(zip(keys, values, strict=True))
+    kind = cast(Any, type(first))  # pyright: ignore[reportUnknownArgumentType]
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)  # a named tuple takes its items one by one
 
 
 def _form(x: Any) -> str:
@@ -114,88 +142,62 @@ def _form(x: Any) -> str:
     return f"a {type(x).__name__} of {len(cast(Any, x))}" if isinstance(x, (list, tuple)) else "a value"
 
 
-def _op_of(ops: Ops, key: Any) -> Ops:
-    return ops if isinstance(ops, str) else ops[key]
-
-
-def _check_form(ops: Ops, form: Any, keys: Any, at: str) -> None:
+def _check_form(ops: Ops, form: Any, keys: Any, where: str) -> None:
     if isinstance(ops, str):
         return
     known = cast(Any, ops.keys() if isinstance(ops, Mapping) else range(len(ops)))
     if not isinstance(ops, form) or set(known) != set(keys):
         raise InvalidArgument(
-            f"{at} has the parts {', '.join(map(repr, keys))}, but reduce={ops!r}. Give an op for each of them, or one."
+            f"{where} has the parts {', '.join(map(repr, keys))}, but reduce={ops!r}. Give an op for each part, or one "
+            "op for all."
         )
 
 
-def _combined(op: str, xs: list[Any], weights: Sequence[float], at: str) -> Any:
+def _combine(op: str, xs: list[Any], weights: Sequence[float], where: str) -> Any:
     if op == "none":
         return [value for part in xs for value in part]
     if not all(_is_array(x) for x in xs):
         raise InvalidArgument(
-            f"{at} is a {type(xs[0]).__qualname__}, which has no {op}. Return arrays or numbers, or use reduce='none'."
+            f"{where} is a {type(xs[0]).__qualname__}, which has no {op}. Return arrays or numbers, or use "
+            "reduce='none'."
         )
     if op == "gather":
-        return joined(xs)
+        return concatenate(xs)
     shapes = {tuple(np.shape(x)) for x in xs}
     if len(shapes) > 1:
         raise InvalidArgument(
-            f"{at} has different shapes over the rows ({', '.join(map(str, sorted(shapes)))}), so there is no {op}. "
-            "Use reduce='gather' for what has a value per row."
+            f"{where} has different shapes over the rows ({', '.join(map(str, sorted(shapes)))}), so there is no {op}. "
+            "Use reduce='gather' for outputs with a value per row."
         )
-    return _mean(xs, weights) if op == "mean" else _folded(op, xs)
+    first, *rest = xs
+    if op == "mean":
+        if not rest:
+            return first * 1.0 if is_integer(first) else first
+        total = sum(weights)
+        first, *rest = (x * (weight / total) for x, weight in zip(xs, weights, strict=True))
+    elif op == "sum" and (str(first.dtype) if is_tensor(first) else np.asarray(first).dtype.name).endswith("bool"):
+        first = first * 1  # booleans are counted: NumPy's True + True is True
+    return functools.reduce(_BINARY[op], rest, first)
 
 
-def _mean(xs: list[Any], weights: Sequence[float]) -> Any:
-    if len(xs) == 1:
-        return xs[0] if not _is_whole(xs[0]) else xs[0] * 1.0
-    total = sum(weights)
-    result: Any = None
-    for x, weight in zip(xs, weights, strict=True):
-        term = x * (weight / total)
-        result = term if result is None else result + term
-    return result
-
-
-def _folded(op: str, xs: list[Any]) -> Any:
-    result = xs[0] * 1 if op == "sum" and _is_bool(xs[0]) else xs[0]  # NumPy's True + True is True
-    for x in xs[1:]:
-        if op == "sum":
-            result = result + x
-        elif op == "prod":
-            result = result * x
-        else:
-            result = _extreme(op, result, x)
-    return result
-
-
-def _extreme(op: str, a: Any, b: Any) -> Any:
+def _extreme(name: str, a: Any, b: Any) -> Any:
     if is_tensor(a):
-        return a.minimum(b) if op == "min" else a.maximum(b)
-    result = np.minimum(a, b) if op == "min" else np.maximum(a, b)
+        return getattr(a, name)(b)
+    result = getattr(np, name)(a, b)
     return result.item() if isinstance(a, (int, float)) and not isinstance(a, np.generic) else result
 
 
-def named_pair(output: Any, names: Iterable[str], what: str) -> tuple[Any, Mapping[str, Any]]:
-    """(outputs, {name: value}), as functions return that also give a value for each of these names."""
-    is_pair = isinstance(output, tuple) and len(cast(tuple[Any, ...], output)) == 2
-    if not is_pair or not isinstance(output[1], Mapping) or set(cast(Any, output[1])) != set(names):
-        raise InvalidArgument(
-            f"{what} returns (outputs, {{name: value}}) with the names {', '.join(map(str, names))}, but this one gave "
-            f"a {type(output).__qualname__} that is not so."
-        )
-    return cast(tuple[Any, Mapping[str, Any]], output)
-
-
-def joined(xs: list[Any]) -> Any:
-    """Arrays, tensors or numbers one after the other."""
-    if is_tensor(xs[0]):
-        return sys.modules["torch"].cat([x.reshape(1) if x.ndim == 0 else x for x in xs])
-    return np.concatenate([np.atleast_1d(np.asarray(x)) for x in xs])
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": operator.add,
+    "sum": operator.add,
+    "prod": operator.mul,
+    "min": functools.partial(_extreme, "minimum"),
+    "max": functools.partial(_extreme, "maximum"),
+}
 
 
 def _plain(x: Any) -> Any:
-    """Without its graph, if it is a tensor; arrays of other libraries as NumPy's."""
+    """A tensor without its graph; an array of another library, such as jax, as a NumPy array."""
     if is_tensor(x):
         return x.detach()
     is_known = _is_array(x) or isinstance(x, str) or not hasattr(x, "__array__")
@@ -207,15 +209,5 @@ def _copied(x: Any) -> Any:
     return x.clone() if is_tensor(x) else x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _is_bool(x: Any) -> bool:
-    return str(x.dtype).endswith("bool") if is_tensor(x) else np.asarray(x).dtype.kind == "b"
-
-
 def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic, int, float, complex)) or is_tensor(x)
-
-
-def _is_whole(x: Any) -> bool:
-    if is_tensor(x):
-        return not (x.is_floating_point() or x.is_complex())
-    return np.asarray(x).dtype.kind in "iub"

@@ -1,6 +1,18 @@
-"""Training: gradients on each worker's rows, one mean of them over all workers, the same update everywhere.
+"""Training steps of a pool: the gradient of a loss, its mean over all workers, and the optimizer's update.
 
-g = sum_k n_k g_k / sum_k n_k      where worker k has n_k rows: exact for parts of different sizes
+Parameters `p` that are NumPy arrays are updated in place by gradients `g`; torch modules use torch.optim instead.
+
+    sgd       p -= lr g
+    momentum  v = m v + g;                 p -= lr v
+    nesterov  v = m v + g;                 p -= lr (g + m v)
+    adagrad   s += g^2;                    p -= lr g / (sqrt(s) + eps)
+    rmsprop   s = a s + (1 - a) g^2;       p -= lr g / (sqrt(s) + eps)
+    adadelta  s = r s + (1 - r) g^2;       d = g sqrt(u + eps) / sqrt(s + eps);  u = r u + (1 - r) d^2;  p -= lr d
+    adam      v = b1 v + (1 - b1) g;       s = b2 s + (1 - b2) g^2;  p -= lr v^ / (sqrt(s^) + eps)
+    adamax    v = b1 v + (1 - b1) g;       s = max(b2 s, |g| + eps);  p -= lr v^ / s
+
+where v^ = v / (1 - b1^t), s^ = s / (1 - b2^t) and t counts the steps. Duchi et al. 2011 (adagrad), Tieleman and Hinton
+2012 (rmsprop), Zeiler 2012 (adadelta), Kingma and Ba 2015 (adam, adamax).
 """
 
 from collections.abc import Callable, Mapping
@@ -8,95 +20,172 @@ from typing import Any
 
 import numpy as np
 
-from maniple.adapters import Flat, adapt
-from maniple.contracts import Array, Circle, Resident
+from maniple.adapters import FlatGradients, adapt
+from maniple.contracts import Array, Collectives, ResidentVectors
 from maniple.errors import InvalidArgument
-from maniple.pool.outputs import named_pair
-from maniple.pool.updates import Update, settings
+from maniple.pool.outputs import split_pair
 
 
-class Training:
-    """A model, its loss and its optimizer, in one process.
+class TrainingFunction:
+    """A model, its loss and its optimizer in one process.
 
     Args:
         model: a torch module, or a dict of NumPy arrays.
-        loss: `loss(model, *rows)` gives the mean over the rows: a tensor, or of a dict of arrays (loss, gradients).
-        optimizer: the name of an update, or what makes a torch optimizer of a module's parameters.
+        loss: `loss(model, *rows)` returns the mean over the rows: a tensor, or (loss, gradients) for a dict of arrays.
+        optimizer: the name of an update, or a function that makes a torch optimizer from a module's parameters.
     """
 
     def __init__(self, model: Any, loss: Callable[..., Any], optimizer: Any, given: Mapping[str, float]) -> None:
         self.model, self._loss = model, loss
-        self._update: Update | None = None
+        self._update: ArrayUpdate | None = None
         self.optimizer: Any = None
         if isinstance(model, dict):
-            self._update = Update(optimizer, given)
+            self._update = ArrayUpdate(optimizer, given)
         elif isinstance(optimizer, str):
-            from maniple.adapters import optimizers
+            from maniple.adapters import torch_optimizer
 
-            self.optimizer = optimizers.optimizer(optimizer, settings(optimizer, given), model.parameters())
+            self.optimizer = torch_optimizer.optimizer(optimizer, settings(optimizer, given), model.parameters())
         else:
             self.optimizer = optimizer(model.parameters())
-        self._adapter = adapt(model, self.optimizer)
-        self._flat: Flat = self._adapter.gradients(norm="averaged")
-        self._place: tuple[Circle, Resident] | None = None
+        self._flat: FlatGradients = adapt(model, self.optimizer).gradients(norm="averaged")
+        self._resident: tuple[Collectives, ResidentVectors] | None = None
         self._sum: dict[str, Array] = {}
         self._rows = 0
 
     def begin(self, rows: int) -> None:
-        """There is a step with so many rows of this process."""
+        """Begin a step in which this process has `rows` rows."""
         self._rows, self._sum = rows, {}
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
     def learn(self, count: int, /, *rows: Any, **named: Any) -> float:
-        """The loss on `count` of them; their gradient is added up."""
+        """Add the gradient of `count` rows, and return their loss."""
         share = count / self._rows if self._rows else 1.0
         if self._update is None:
             loss = self._loss(self.model, *rows, **named)
             (loss * share).backward()
             return float(loss.detach())
         output = self._loss(self.model, *rows, **named)
-        loss, gradients = named_pair(output, self.model, "a loss of a dict of arrays (jax.value_and_grad(loss), say)")
+        loss, gradients = split_pair(output, self.model, "a loss of a dict of arrays (jax.value_and_grad(loss), say)")
         for name in self.model:
             term = np.array(gradients[name], self.model[name].dtype)
-            term *= share  # in place: an array without axes stays one
+            term *= share  # in place: an array without axes stays an array
             self._sum[name] = np.add(self._sum[name], term, out=term) if name in self._sum else term
         return float(loss)
 
-    def average(self, circle: Circle | None) -> None:
-        """Have the mean of the gradient over all processes."""
-        if self._update is not None and not self._sum:  # no rows here
+    def average(self, collectives: Collectives | None) -> None:
+        """Average the gradient over all processes, weighted by rows."""
+        if self._update is not None and not self._sum:  # this process has no rows
             self._sum = {name: np.zeros_like(value) for name, value in self.model.items()}
         given = None if self._update is None else self._sum
-        if circle is not None:
-            resident = self._resident(circle)
+        if collectives is not None:
+            if self._resident is None or self._resident[0] is not collectives:
+                self._resident = collectives, collectives.reside(self._flat.layout.sizes)
+                self._flat.place(self._resident[1].flat)
             self._flat.collect(given)
-            resident.all_reduce("mean", weight=float(self._rows))
+            self._resident[1].all_reduce("mean", weight=float(self._rows))
             self._flat.deliver(given)
 
     def step(self) -> None:
-        """Change the model by the gradient."""
+        """Update the model."""
         if self._update is not None:
             self._update.apply(self.model, self._sum)
         else:
             self.optimizer.step()
 
-    def _resident(self, circle: Circle) -> Resident:
-        if self._place is None or self._place[0] is not circle:
-            resident = circle.reside(self._flat.sizes)
-            self._flat.place(resident.flat)
-            self._place = circle, resident
-        return self._place[1]
-
 
 def check_optimizer(model: Any, optimizer: Any, given: Mapping[str, float]) -> None:
-    """Raise InvalidArgument for what cannot train this model."""
+    """Raise InvalidArgument for an optimizer that cannot train this model."""
     if isinstance(optimizer, str):
         settings(optimizer, given)
     elif isinstance(model, dict):
-        raise InvalidArgument("a dict of arrays is trained by the name of an update, such as 'adam'. Pass its name.")
+        raise InvalidArgument(
+            f"a dict of arrays needs the name of an update, but optimizer is {optimizer!r}. Pass one of "
+            f"{', '.join(NAMES)}."
+        )
     elif given or not callable(optimizer):
         raise InvalidArgument(
-            "optimizer is the name of an update with its settings, or a function that makes a torch optimizer of "
-            "parameters: functools.partial(torch.optim.SGD, lr=0.1)."
+            f"optimizer={optimizer!r} with the settings {dict(given)} cannot be used. Pass the name of an update with "
+            "its settings, or a function of parameters alone: functools.partial(torch.optim.SGD, lr=0.1)."
         )
+
+
+NAMES = ("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adadelta", "adam", "adamax")
+
+
+def settings(name: str, given: Mapping[str, float]) -> dict[str, float]:
+    """All settings of an update: the given ones, and defaults."""
+    if name not in NAMES:
+        raise InvalidArgument(f"optimizer={name!r} is unknown. Use one of {', '.join(NAMES)}.")
+    defaults: dict[str, float] = getattr(ArrayUpdate, f"_{name}").__kwdefaults__
+    if unknown := set(given) - set(defaults):
+        raise InvalidArgument(f"{name} has no setting {unknown.pop()!r}. It has {', '.join(defaults)}.")
+    return defaults | dict(given)
+
+
+class ArrayUpdate:
+    """One of the updates above for named arrays, with its state."""
+
+    def __init__(self, name: str, given: Mapping[str, float]) -> None:
+        self._update, self._settings = getattr(self, f"_{name}"), settings(name, given)
+        self._steps = 0
+        self._state: dict[tuple[str, str], Array] = {}
+
+    def apply(self, parameters: Mapping[str, Array], gradients: Mapping[str, Array]) -> None:
+        """Make one step."""
+        self._steps += 1
+        for name, p in parameters.items():
+            p -= self._update(name, gradients[name], **self._settings)
+
+    # Each method of an update's name returns the change of a parameter; its keywords are the settings.
+
+    def _sgd(self, _name: str, g: Array, *, lr: float = 0.01) -> Array:
+        return lr * g
+
+    def _momentum(self, name: str, g: Array, *, lr: float = 0.01, momentum: float = 0.9) -> Array:
+        v = self._moment("v", name, g)
+        v *= momentum
+        v += g
+        return lr * v
+
+    def _nesterov(self, name: str, g: Array, *, lr: float = 0.01, momentum: float = 0.9) -> Array:
+        v = self._momentum(name, g, lr=1.0, momentum=momentum)
+        return lr * (g + momentum * v)
+
+    def _adagrad(self, name: str, g: Array, *, lr: float = 0.01, eps: float = 1e-10) -> Array:
+        s = self._moment("s", name, g)
+        s += g * g
+        return lr * g / (np.sqrt(s) + eps)
+
+    def _rmsprop(self, name: str, g: Array, *, lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8) -> Array:
+        s = self._decayed("s", name, alpha, g * g)
+        return lr * g / (np.sqrt(s) + eps)
+
+    def _adadelta(self, name: str, g: Array, *, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6) -> Array:
+        s = self._decayed("s", name, rho, g * g)
+        d = g * np.sqrt(self._moment("u", name, g) + eps) / np.sqrt(s + eps)
+        self._decayed("u", name, rho, d * d)
+        return lr * d
+
+    def _adam(
+        self, name: str, g: Array, *, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+    ) -> Array:
+        v, s = self._decayed("v", name, beta1, g), self._decayed("s", name, beta2, g * g)
+        scale = np.sqrt(s / (1 - beta2**self._steps)) + eps
+        return lr / (1 - beta1**self._steps) * v / scale
+
+    def _adamax(
+        self, name: str, g: Array, *, lr: float = 2e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+    ) -> Array:
+        v, s = self._decayed("v", name, beta1, g), self._moment("s", name, g)
+        np.maximum(beta2 * s, np.abs(g) + eps, out=s)
+        return lr / (1 - beta1**self._steps) * v / s
+
+    def _moment(self, what: str, name: str, g: Array) -> Array:
+        return self._state.setdefault((what, name), np.zeros_like(g))
+
+    def _decayed(self, what: str, name: str, rate: float, new: Array) -> Array:
+        past = self._moment(what, name, new)
+        past *= rate
+        past += (1 - rate) * new
+        return past

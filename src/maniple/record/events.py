@@ -1,10 +1,10 @@
-"""Events: one JSON row per line, one file per process, written whole so that a reader may follow live.
+"""Events: JSON lines, one file per process, each row appended in one write so that readers can follow live.
 
-A file that has become large is followed by another: worker-3.jsonl, worker-3_000001.jsonl and so on. All are only ever
-appended to, and the newest is the one that grows.
+A file that has become large is continued in another: worker-3.jsonl, worker-3_000001.jsonl and so on. Files are only
+ever appended to, and only the newest of a process grows.
 
-Every row has `timestamp` (seconds since 1970) and `datestamp` (to the minute, local time), by which the
-curves of workers that started at different times come onto one clock.
+Every row has `timestamp` (seconds since 1970) and `datestamp` (local time, to the minute), so that the series of
+workers that started at different times share one axis.
 """
 
 import errno
@@ -22,14 +22,15 @@ from typing import Any
 
 import msgspec
 
+from maniple.clock import clock
 from maniple.record.rows import MAX_ROW_BYTES, BadRow, Row, decode_row
 
-PART_BYTES = 64 << 20  # of a file, before another is begun
+PART_BYTES = 64 << 20  # size at which a file is continued in another: one that editors and mirrors can still handle
 _PART = re.compile(r"_\d{6}$")
 
 
 def writer(name: str) -> str:
-    """Who has written the file `name` in a folder of events: worker-3, host or server."""
+    """The process that has written the file `name`: worker-3, host or server."""
     return _PART.sub("", name.removesuffix(".jsonl"))
 
 
@@ -45,7 +46,7 @@ def _next_part(path: Path) -> Path:
 
 
 class Events:
-    """The rows that this process writes, to a file or to a `sink`. `fields` stand in each of them."""
+    """Writes the rows of this process to a file or to `sink`. Each row contains `fields`."""
 
     def __init__(self, path: Path | None, *, sink: Callable[[bytes], None] | None = None, **fields: Any) -> None:
         self._fields = fields
@@ -63,14 +64,14 @@ class Events:
             self._size_bytes = os.fstat(self._file).st_size
 
     def write(self, event: str, /, **values: Any) -> None:
-        """Append one row. A full disk costs rows, never the training: it is said once, and counted."""
+        """Append one row. A full disk loses rows but never stops training: it warns once and counts them."""
         if self._file < 0 and self._sink is None:
             return
-        now = time.time()
+        now = clock.time()
         if (minute := int(now // 60)) != self._minute:
             self._minute, self._datestamp = minute, time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
         head = {"event": event, "timestamp": now, "datestamp": self._datestamp} | self._fields
-        row = head | values | head  # the event first: a reader can pass over kinds of rows that it does not need
+        row = head | values | head  # the event first, so that readers can skip rows by their first bytes
         if self._dropped:
             row["dropped"] = self._dropped
         line = self._encode(row) + b"\n"
@@ -83,22 +84,22 @@ class Events:
         except OSError as error:
             self._dropped += 1
             if self._dropped == 1:
-                with suppress(UserWarning):  # where warnings are errors, too
+                with suppress(UserWarning):  # also where warnings are errors
                     warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
 
     def _encode(self, row: Row) -> bytes:
         try:
             return self._encoder.encode(row)
-        except (TypeError, ValueError, UnicodeEncodeError):  # lone surrogates, keys that are no words
+        except (TypeError, ValueError, UnicodeEncodeError):  # lone surrogates, or keys that are not strings
             return json.dumps(row, default=str, skipkeys=True).encode()
 
     def _append(self, line: bytes) -> None:
         if self._size_bytes and self._size_bytes + len(line) > PART_BYTES:
-            with suppress(OSError):  # where no file can be made, this one grows on
+            with suppress(OSError):  # without a new file this one keeps growing
                 file, self._is_torn = open_rows(_next_part(self._path))
                 os.close(self._file)
                 self._file, self._path, self._size_bytes = file, _next_part(self._path), os.fstat(file).st_size
-        if self._is_torn:  # a full disk or a kill has cut the row before: end that line first
+        if self._is_torn:  # a full disk or a kill has cut the last row: end its line first
             line = b"\n" + line
         written = os.write(self._file, line)
         self._size_bytes += written
@@ -107,7 +108,7 @@ class Events:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._sink = None
         if self._file >= 0:
             os.close(self._file)
@@ -115,7 +116,7 @@ class Events:
 
 
 def open_rows(path: Path) -> tuple[int, bool]:
-    """Open a file to append to; True if it does not end with a newline, because who wrote it was killed meanwhile."""
+    """Open a file to append to. The flag is True if its last row was cut, by a kill or a full disk."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(file).st_size
@@ -128,8 +129,8 @@ def open_rows(path: Path) -> tuple[int, bool]:
 def append_rows(path: Path, rows: bytes) -> None:
     """Append whole rows that another process has sent, exactly once.
 
-    If a try was cut short, by a full disk or a kill, the next one with the same rows goes on where it ended: rows have
-    timestamps, so that what stands at the end of the file already is no other row that happens to be the same.
+    If an attempt was cut short, by a full disk or a kill, the next one with the same rows continues where it ended.
+    Rows have timestamps, so equal bytes at the end of the file are the same rows.
     """
     path = parts(path)[-1]
     file, is_cut = open_rows(path)
@@ -149,15 +150,15 @@ def append_rows(path: Path, rows: bytes) -> None:
 
 
 def _overlap(end: bytes, rows: bytes) -> int:
-    """How many bytes of `rows` the file has already, of which `end` is the end."""
+    """The number of bytes of `rows` that a file ending with `end` has already."""
     at = end.find(rows[: rows.find(b"\n") + 1] or rows)
-    if at < 0:  # not even a whole row
+    if at < 0:  # not even one whole row
         at = end.rfind(b"\n") + 1
     return len(end) - at if rows.startswith(end[at:]) else 0
 
 
 class Tail:
-    """Follows a growing text file and gives its complete new lines, from the byte `start` on."""
+    """Follows a growing text file from the byte `start` on."""
 
     def __init__(self, path: Path, *, start: int = 0) -> None:
         self._path, self._start = path, start
@@ -165,14 +166,14 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """The lines completed since the last call; none if the file is not there, or cannot be read now."""
+        """The lines completed since the last call; none if the file does not exist or cannot be read now."""
         return [line for piece in self.pieces() for line in piece]
 
     def pieces(self) -> Iterator[list[bytes]]:
-        """The same, a megabyte at a time: files of a long run are larger than what a reader wants to hold."""
+        """The same, a megabyte at a time: the files of a long run do not fit into memory."""
         while piece := self._piece():
             *complete, self._rest = (self._rest + piece).split(b"\n")
-            if len(self._rest) > MAX_ROW_BYTES:  # a line without an end comes in pieces: memory stays bounded
+            if len(self._rest) > MAX_ROW_BYTES:  # an endless line is split, so that memory stays bounded
                 complete.append(self._rest)
                 self._rest = b""
             if complete:
@@ -184,18 +185,18 @@ class Tail:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                 os.lseek(self._file, self._start, os.SEEK_SET)
             return os.read(self._file, 1 << 20)
-        except OSError:  # a file system that does not answer must not end who looks at it
+        except OSError:  # a file system that does not answer must not end a reader
             return b""
 
     @property
     def is_read(self) -> bool:
-        """All that the file has now was read."""
+        """True if the file has been read to its present end."""
         with suppress(OSError):
             return self._file is not None and os.lseek(self._file, 0, os.SEEK_CUR) >= os.fstat(self._file).st_size
         return False
 
     def close(self) -> list[bytes]:
-        """The remaining lines, the last one also if nothing ended it."""
+        """Stop following; returns the remaining lines, including an unfinished last one."""
         last = self.lines()
         if self._file is not None:
             os.close(self._file)
@@ -205,18 +206,18 @@ class Tail:
 
 
 class Tails:
-    """Follows the rows of all who write to a folder of events."""
+    """Follows the rows of all processes in a folder of events."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tails: dict[str, Tail] = {}
-        self._done: set[str] = set()  # files that are read, and grow no more
+        self._done: set[str] = set()  # files that are complete and read
 
     def pieces(self) -> Iterator[tuple[str, list[bytes]]]:
-        """New lines with their writer, a megabyte at a time: host and server first, and each writer's in order."""
+        """New lines with their writer, a megabyte at a time: host and server first, each writer's files in order."""
         names = sorted((path.name for path in self._folder.glob("*.jsonl")), key=lambda name: (writer(name), name))
         names.sort(key=lambda name: name.startswith("worker-"))
-        unread = ""  # a writer whose file cannot be read to its end now: its next one has to wait
+        unread = ""  # a writer whose file cannot be read to its end now; its next file has to wait
         for name, following in zip_longest(names, names[1:], fillvalue=""):
             if name in self._done or writer(name) == unread:
                 continue
@@ -231,18 +232,8 @@ class Tails:
                     unread = writer(name)
 
 
-def last_piece(path: Path, size_bytes: int = 1 << 20) -> list[bytes]:
-    """The last lines of a file, about so many bytes of them; none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size_bytes))
-            return file.read().split(b"\n")
-    except OSError:
-        return []
-
-
 def parse_events(lines: list[bytes]) -> Iterator[Row]:
-    """The rows in `lines`; what was cut by a full disk or a crash, or cannot be a row of maniple's, is passed over."""
+    """The valid rows in `lines`; those cut by a full disk or a crash, or not written by maniple, are skipped."""
     for line in lines:
         try:
             yield decode_row(line)
@@ -251,10 +242,10 @@ def parse_events(lines: list[bytes]) -> Iterator[Row]:
 
 
 def read_events(path: Path) -> list[Row]:
-    """All rows of one writer; `path` is the first of its files."""
+    """All rows of one process; `path` is the first of its files."""
     return [row for part in parts(path) for row in parse_events(Tail(part).close())]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks: NumPy and torch scalars and arrays by their own `tolist`, anything else by name."""
+    """Values that JSON lacks: NumPy and torch scalars and arrays by `tolist`, anything else by `str`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

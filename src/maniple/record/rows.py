@@ -1,11 +1,12 @@
-"""What a row must be so that it can be used: bounds that hold for every reader, wherever the row comes from.
+"""Validation of rows: types and bounds that every reader can rely on, wherever a row comes from.
 
-The host checks the rows of workers elsewhere before it writes them. Files may still be damaged, or written by a faulty
-worker of this machine, so readers apply the same checks.
+The host checks the rows of workers elsewhere before it writes them. Files may still be damaged or written by a faulty
+local worker, so readers apply the same checks.
 """
 
 import re
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -13,48 +14,51 @@ from msgspec import Meta
 
 Row = dict[str, Any]
 
+# Keys of a row that are not values.
+METADATA_KEYS = {"event", "timestamp", "datestamp", "worker", "step", "center", "dropped"}
+NON_FINITE = {"nan", "inf", "-inf"}  # strings that workers write, since JSON has no such numbers
 MAX_ROW_BYTES = 1 << 20
-MAX_DEPTH = 32  # levels of lists and objects; a recursive encoder or decoder gives up at some hundreds
+MAX_DEPTH = 32  # levels of lists and objects; recursive decoders fail at some hundreds
 MAX_NAMED_WORKERS = 1 << 16
 
-Moment = Annotated[float, Meta(ge=0, le=1e11)]  # seconds since 1970; later ones are no dates for the C library
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # what a float64 holds exactly: readers compute with those
-Amount = Annotated[float, Meta(ge=-1e15, le=1e15)]  # sums and differences of many stay finite
+Moment = Annotated[float, Meta(ge=0, le=1e11)]  # seconds since 1970; the C library has no dates beyond
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact in float64, with which readers compute
+Amount = Annotated[float, Meta(ge=-1e15, le=1e15)]  # so that sums and differences of many stay finite
 _ExitCode = Annotated[int, Meta(ge=-255, le=255)]
 _Rank = Annotated[int, Meta(ge=0, lt=MAX_NAMED_WORKERS)]
 
 
-class _Sound(msgspec.Struct):
-    """What all rows have."""
+class _AnyRow(msgspec.Struct):
+    """Fields of all rows."""
 
     event: Annotated[str, Meta(min_length=1, max_length=64)]
     timestamp: Moment
 
 
-class _Joined(_Sound):
+class _Joined(_AnyRow):
     worker: _Rank = 0
     live: Count = 0
     exit_code: _ExitCode | None = None
     killed_after: Amount = 0.0
 
 
-class _Share(_Sound):
+class _Share(_AnyRow):
     rule: str = ""
     pace: str = ""
     parameters: Count = 0
     bytes: Count = 0
 
 
-class _Sampler(_Sound):
+class _Sampler(_AnyRow):
     size: Count = 0
 
 
-class _Failed(_Sound):
+class _Failed(_AnyRow):
     exit_code: _ExitCode = 1
     error: str = ""
 
 
-class _Epoch(_Sound):
+class _Epoch(_AnyRow):
     epoch: Count = 0
 
 
@@ -64,10 +68,10 @@ class _Times(_Epoch):
     exchange: Amount = 0.0
     data: Amount = 0.0
     others: Amount = 0.0
-    lr: Amount | str | None = None  # "nan" has no number in JSON
+    lr: Amount | str | None = None  # "nan", which is not a number in JSON
 
 
-class _Start(_Sound):
+class _Start(_AnyRow):
     workers: _Rank | None = None
 
 
@@ -76,12 +80,12 @@ class _Waiting(msgspec.Struct, rename={"whom": "for"}):
     seconds: Amount
 
 
-class _Restored(_Sound):
+class _Restored(_AnyRow):
     updates: Count = 0
     saved: Moment = 0.0
 
 
-# Fields that readers compute with, by the kind of row. All may be missing, but for those of `waiting`.
+# Fields that readers compute with, by the kind of row. All may be missing except those of `waiting`.
 _KINDS: dict[str, type[msgspec.Struct]] = {
     **dict.fromkeys(("share", "changed"), _Share),
     **dict.fromkeys(("epoch", "validation", "validated"), _Epoch),
@@ -98,18 +102,18 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 class BadRow(ValueError):
-    """A row cannot be used, for this reason."""
+    """A row is invalid; the message says why."""
 
 
 def decode_row(line: bytes) -> Row:
-    """The row in a line; BadRow tells what is wrong with it."""
+    """Decode one line; raises BadRow if it is not a valid row."""
     if len(line) > MAX_ROW_BYTES:
-        raise BadRow(f"it has {len(line)} bytes, where {MAX_ROW_BYTES} are the most")
+        raise BadRow(f"it has {len(line)} bytes; the limit is {MAX_ROW_BYTES}")
     if is_deep(line):
         raise BadRow(f"it is nested more than {MAX_DEPTH} levels deep")
     try:
         row = msgspec.json.decode(line, type=Row)
-        known = msgspec.convert(row, _Sound)
+        known = msgspec.convert(row, _AnyRow)
         if (kind := _KINDS.get(known.event)) is not None:
             msgspec.convert(row, kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -120,7 +124,7 @@ def decode_row(line: bytes) -> Row:
 
 
 def is_deep(line: bytes) -> bool:
-    """It is nested too deeply; what stands between quotes does not count."""
+    """True if lists and objects are nested too deeply; brackets inside strings do not count."""
     if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
         return False
     depth = 0
@@ -129,6 +133,18 @@ def is_deep(line: bytes) -> bool:
         if depth > MAX_DEPTH:
             return True
     return False
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """All numbers of a row; strings and lists are skipped."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if name in METADATA_KEYS or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) or (isinstance(value, str) and value in NON_FINITE):
+            with suppress(OverflowError):  # an integer beyond float64
+                found[name] = float(value)
+    return found
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The rules: what an exchange does. Pure maths on flat arrays: no process, no clock, no framework."""
+"""Rules: what an exchange computes. Pure maths on flat arrays: no process, no clock, no framework."""
 
 import ast
 import difflib
@@ -39,7 +39,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def parse_rule(text: str) -> Rule:
-    """The rule that the command line means: `easgd`, `easgd:alpha=0.5`, `asgd:alpha=0.9,beta=0.1`."""
+    """The rule of a command-line option: `easgd`, `easgd:alpha=0.5`, `asgd:alpha=0.9,beta=0.1`."""
     name, _, options = text.partition(":")
     kind = RULES.get(name.strip().lower())
     if kind is None:
@@ -63,7 +63,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def noted_rule(note: str) -> Rule | None:
-    """The rule that a `repr` tells of, but for a schedule in it; None for a class of the user's own."""
+    """The rule that a `repr` describes, except for a schedule in it; None for a user-defined class."""
     name, _, settings = note.partition("(")
     kind = next((kind for kind in RULES.values() if kind.__name__ == name), None)
     if kind is None:

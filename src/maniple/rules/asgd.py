@@ -1,7 +1,7 @@
 """ASGD: Legion's weighted push, then pull."""
 
-from maniple.contracts import Act, Array, Moment
-from maniple.rules.kernels import kernels
+from maniple.contracts import Array, ExchangeInfo, Operation
+from maniple.rules import kernels
 from maniple.rules.rule import Rule, checked_share
 
 
@@ -18,10 +18,10 @@ class ASGD(Rule):
         self.alpha = checked_share("ASGD", "alpha", alpha)
         self.beta = checked_share("ASGD", "beta", beta)
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
         del memory, moment
-        return kernels().blend(x, c, self.alpha, self.beta)
+        return (kernels.active or kernels.activate()).blend(x, c, self.alpha, self.beta)
 
-    def act(self, moment: Moment) -> Act:
+    def operation(self, moment: ExchangeInfo) -> Operation:
         del moment
-        return Act("blend", self.alpha, self.beta)
+        return Operation("blend", self.alpha, self.beta)

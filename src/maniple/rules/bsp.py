@@ -1,15 +1,15 @@
-"""BSP and its kin: rules by which all workers meet at once, in the circle."""
+"""Synchronous rules: BSP, LocalSGD and MSync. All workers exchange at the same step, by collectives."""
 
-from maniple.contracts import Array, Moment
+from maniple.contracts import Array, ExchangeInfo
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import Rule, checked_flag, checked_nonfinite, one_of
+from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
 
 AVERAGES = ("gradients", "parameters")
 MOMENTA = ("keep", "average", "reset")
 NORMS = ("averaged", "local", "synchronised")
 
 
-class BSP(Rule):
+class BSP(CenterMemory):
     """Bulk synchronous parallel SGD: the replicas are the same after every exchange.
 
         average="gradients":   g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
@@ -27,11 +27,11 @@ class BSP(Rule):
         norm: the running statistics of normalisation layers (floating-point buffers): "averaged" with each exchange,
             "local", each worker its own, or "synchronised": torch batch-norm layers compute mean and variance over the
             batches of all workers.
-        check_every: compare the replicas' digests after so many exchanges, and end with the name of the first
+        check_every: compare the replicas' digests every `check_every` exchanges, and end with the name of the first
             parameter that differs; 0: never.
         overlap: gradients go out in buckets while the backward pass still computes the others, and are averaged when
-            it ends, as with DistributedDataParallel: for a torch module in the circle torch. In shared memory the core
-            that computes also adds up, so there is nothing to gain, and it changes nothing there. Set
+            it ends, as with DistributedDataParallel: for a torch module with torch collectives. In shared memory the
+            core that computes also adds up, so there is nothing to gain, and it changes nothing there. Set
             `replica.samples` before the pass; accumulate gradients in `with replica.no_sync():`, since each pass
             outside of it is a round that all workers must make.
         nonfinite: what happens when a worker's contribution holds NaN or infinity. "stop": all workers end with
@@ -40,6 +40,7 @@ class BSP(Rule):
     """
 
     every = 1
+    is_synchronous = True
 
     def __init__(
         self,
@@ -53,6 +54,8 @@ class BSP(Rule):
         nonfinite: str = "stop",
     ) -> None:
         self.average = one_of("average", average, AVERAGES)
+        self.averages_gradients = average == "gradients"
+        self.memory = not self.averages_gradients  # the last mean of the parameters, which is what the center shows
         self.momentum = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
         self.every = _whole("every", every, 1)
@@ -75,34 +78,17 @@ class BSP(Rule):
                 'Add average="parameters", or leave them out.'
             )
 
-    @property
-    def meets(self) -> str:
-        """At each step with gradients, or every few steps with values."""
-        return "gradients" if self.average == "gradients" else "values"
-
-    @property
-    def memory(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of parameters only
-        """The last mean of the parameters, which is what the center shows."""
-        return self.average == "parameters"
-
     def offer(self, x: Array, memory: Array | None, out: Array) -> None:
         """What this worker gives to the mean."""
         del memory
         out[:] = x
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
         """Take the mean."""
         del moment
         x[:] = total
         if memory is not None:
             memory[:] = total
-
-    def shared(self, x: Array, memory: Array | None) -> Array:
-        """The last mean."""
-        return x if memory is None else memory
-
-    def remember(self, c: Array, memory: Array) -> None:
-        memory[:] = c
 
 
 class LocalSGD(BSP):
@@ -133,7 +119,7 @@ class LocalSGD(BSP):
 
 
 class MSync(BSP):
-    """BSP with the first m of p gradients of each round: nobody waits for the slowest.
+    """BSP with the first m of p gradients of each round: no worker waits for the slowest.
 
         g = sum_{i in S} n_i g_i / sum_{i in S} n_i,    S: the first m workers to come
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
-from maniple.contracts import Act, Array, Moment
+from maniple.contracts import Array, ExchangeInfo, Operation
 from maniple.errors import InvalidArgument
-from maniple.rules.kernels import kernels
-from maniple.rules.rule import Rule, checked_flag, checked_nonfinite, checked_share
+from maniple.rules import kernels
+from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, checked_share
 
 Alpha = float | str | Callable[[int], float]
 
 
-class EASGD(Rule):
+class EASGD(CenterMemory):
     """Asynchronous elastic averaging SGD.
 
         d = x - c;    x -= alpha_w d;    c += alpha_c d
@@ -25,7 +23,7 @@ class EASGD(Rule):
         alpha: a number from 0 to 1; "auto", which is 0.9 / p with p workers alive and at most 0.5; or a schedule,
             a function from the worker's step count to such a number. It may be set while running.
         center_alpha: the center's own share, where it is to differ from the worker's `alpha`.
-        sync: all workers meet at once, each with a center of its own that is the same for all:
+        sync: all workers exchange at once, each with a copy of the center that is equal in all:
 
             x_i -= alpha_w (x_i - c);    c += alpha_c sum_i (x_i - c)
 
@@ -45,17 +43,9 @@ class EASGD(Rule):
         self.alpha = alpha
         self.center_alpha = center_alpha
         self.sync = checked_flag("EASGD", "sync", sync)
+        if self.sync:  # else the class decides: a subclass may keep a memory
+            self.is_synchronous = self.memory = True
         self.nonfinite = checked_nonfinite("EASGD", nonfinite, is_sync=sync)
-
-    @property
-    def memory(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - of the synchronous one only
-        """The synchronous one keeps the center."""
-        return self.sync
-
-    @property
-    def meets(self) -> str:
-        """In the circle, if it is synchronous."""
-        return "values" if self.sync else "center"
 
     @property
     def alpha(self) -> Alpha:
@@ -83,7 +73,7 @@ class EASGD(Rule):
     def center_alpha(self, value: float | None) -> None:
         self._center_alpha = None if value is None else checked_share("EASGD", "center_alpha", value)
 
-    def alphas(self, moment: Moment) -> tuple[float, float]:
+    def alphas(self, moment: ExchangeInfo) -> tuple[float, float]:
         """The center's and the worker's share at this moment."""
         if self._alpha == "auto":
             alpha = min(0.5, 0.9 / max(1, moment.live))  # beyond 0.5 replica and center would swap sides
@@ -94,30 +84,18 @@ class EASGD(Rule):
             alpha = self._alpha
         return (alpha if self._center_alpha is None else self._center_alpha), alpha
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
         del memory
         center, worker = self.alphas(moment)
-        return kernels().elastic(x, c, center, worker)
+        return (kernels.active or kernels.activate()).elastic(x, c, center, worker)
 
-    def act(self, moment: Moment) -> Act:
+    def operation(self, moment: ExchangeInfo) -> Operation:
         center, worker = self.alphas(moment)
-        return Act("elastic", center, worker)
+        return Operation("elastic", center, worker)
 
-    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
-        """The distance from the center."""
-        assert memory is not None
-        np.subtract(x, memory, out=out)
-
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
         """Move both, from the old values."""
         assert memory is not None
         center, worker = self.alphas(moment)
         x -= x.dtype.type(worker) * (x - memory)
         memory += x.dtype.type(center) * total
-
-    def shared(self, x: Array, memory: Array | None) -> Array:
-        """The center."""
-        return x if memory is None else memory
-
-    def remember(self, c: Array, memory: Array) -> None:
-        memory[:] = c

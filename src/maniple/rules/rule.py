@@ -1,13 +1,15 @@
-"""A rule: what an exchange between a replica and the center does. Maths only."""
+"""Rules: what an exchange between a replica and the center computes. No I/O."""
 
 import inspect
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, ClassVar
 
-from maniple.contracts import Act, Array, Moment
+import numpy as np
+
+from maniple.contracts import Array, ExchangeInfo, Operation
 from maniple.errors import InvalidArgument
-from maniple.rules import blocks
+from maniple.rules.kernels import numpy_kernels as blocks
 
 NONFINITE = ("stop", "skip")
 
@@ -25,44 +27,41 @@ class Rule:
     """
 
     every: int = 10  # the default pace, in steps
+    is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
+    averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
     memory: bool = False  # keeps one private vector of the model's size per worker
-    op: ClassVar[str] = "mean"  # what the circle makes of the workers' offers
+    op: ClassVar[str] = "mean"  # the reduction of the workers' contributions
     quorum: int = 0  # how many workers are waited for in a round; 0: all
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
     momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
-    check_every: int = 0  # exchanges between two looks whether the replicas are the same
-    nonfinite: str = "stop"  # a contribution to the circle that is not finite: "stop" the run, or "skip" it
-    overlap: bool = False  # gradients go out during the backward pass, where the circle can carry them meanwhile
-
-    @property
-    def meets(self) -> str:
-        """Where: "center"; or in the circle, with "gradients" before each step or with "values" after some."""
-        return "center"
+    check_every: int = 0  # exchanges between two comparisons of all replicas; 0: none
+    nonfinite: str = "stop"  # a contribution that is not finite: "stop" the run, or "skip" it
+    overlap: bool = False  # send gradients during the backward pass, if the collectives work in the background
 
     def mix(self, x: Array, c: Array, memory: Array | None) -> tuple[Array, Array]:
         """The new replica and the new center."""
         raise NotImplementedError(f"{type(self).__name__} must define mix(self, x, c, memory)")
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: Moment) -> bool:
-        """Change `x` and `c` in place; False if some proposed values were not finite (they are left out)."""
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
+        """Change `x` and `c` in place; return False if non-finite values were refused."""
         del moment
         return blocks.mixed(x, c, memory, self.mix)
 
-    def act(self, moment: Moment) -> Act | None:
-        """The rule in the words of the wire. None: the worker computes it, and the host swaps the values."""
+    def operation(self, moment: ExchangeInfo) -> Operation | None:
+        """The host's operation that is equivalent to `exchange`. None: the worker computes, the host swaps values."""
         del moment
         return None
 
     def offer(self, x: Array, memory: Array | None, out: Array) -> None:
-        """Write to `out` what this worker gives to the circle."""
-        raise NotImplementedError(f"{type(self).__name__} does not meet in the circle")
+        """Write what this worker contributes to a round to `out`."""
+        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: Moment) -> None:
-        """Change the replica `x` by what the circle has made of all offers."""
-        raise NotImplementedError(f"{type(self).__name__} does not meet in the circle")
+    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
+        """Change the replica `x` by the reduction of all contributions."""
+        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
 
     def shared(self, x: Array, memory: Array | None) -> Array:
-        """What the center shows, of a rule that meets in the circle."""
+        """What the center shows, for a synchronous rule."""
         del memory
         return x
 
@@ -83,21 +82,41 @@ class Rule:
         return f"{type(self).__name__}({', '.join(settings)})"
 
 
+class CenterMemory(Rule):
+    """The base of rules whose memory is the center as this worker last saw it."""
+
+    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+        """What this worker has changed: its distance from the center."""
+        assert memory is not None
+        np.subtract(x, memory, out=out)
+
+    def shared(self, x: Array, memory: Array | None) -> Array:
+        return x if memory is None else memory
+
+    def remember(self, c: Array, memory: Array) -> None:
+        memory[:] = c
+
+
 def settings_of(rule: type[Rule]) -> list[str]:
     """The names of a rule's settings."""
     return list(inspect.signature(rule).parameters)
 
 
 def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
-    """A rule like `rule`, made with other settings; an error if training cannot go on with it."""
+    """A copy of `rule` with other settings; InvalidArgument if training cannot continue with it."""
     known = {name: getattr(rule, name) for name in settings_of(type(rule)) if hasattr(rule, name)}
     made = type(rule)(**known | dict(settings))
-    if made.meets != rule.meets or made.memory != rule.memory:
+    if _mechanism(made) != _mechanism(rule):
         raise InvalidArgument(
-            f"{made!r} cannot take the place of {rule!r} while training goes on: it meets elsewhere, or keeps "
-            "something else. Start a run with it."
+            f"{made!r} cannot replace {rule!r} while training: it shares in another way, or keeps other state. Start "
+            "a run with it."
         )
     return made
+
+
+def _mechanism(rule: Rule) -> tuple[bool, bool, bool]:
+    """What a replica was built for, which no setting can change while it trains."""
+    return rule.is_synchronous, rule.averages_gradients, rule.memory
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:
@@ -118,10 +137,10 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def checked_nonfinite(rule: str, value: str, *, is_sync: bool = True) -> str:
-    """`value` if it says what to do with a contribution that is not finite, of a rule whose workers meet at once."""
+    """`value` if it says what a synchronous rule does with a contribution that is not finite."""
     if not is_sync and value != NONFINITE[0]:
         raise InvalidArgument(
-            f"{rule} has nonfinite={value!r}, which is for workers that meet at once; without sync=True the center "
+            f"{rule} has nonfinite={value!r}, which is for synchronous rules; without sync=True the center "
             "refuses values that are not finite. Add sync=True, or leave it out."
         )
     return one_of("nonfinite", value, NONFINITE)

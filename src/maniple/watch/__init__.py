@@ -1,10 +1,9 @@
-"""Watching a run: from its folder, or from another machine through its host, whom one may also give orders.
+"""Watching runs: live, from the run folder or from another machine through the host, and afterwards.
 
-And what is made of runs afterwards: `plot` and `report` draw them, `compare` sets them side by side, `exports` are for
-other programs. `runs`, `course` and `overlay` are what these share.
+`site` serves the page, `plot` and `report` draw runs, `compare` sets them side by side, `exports` writes them for other
+programs.
 """
 
-from maniple.watch.mirror import Mirror
-from maniple.watch.steering import Steering
+from maniple.watch.watched_run import Mirror, Steering
 
 __all__ = ["Mirror", "Steering"]

@@ -1,8 +1,8 @@
-"""Access to the page: who knows the token may look, and nobody else's page may act in a viewer's name.
+"""Access control of the page: a token, and protection from pages of other sites.
 
-The token comes once with the address, and is exchanged for a cookie, so that it leaves the address bar. A page of
-another site cannot read (the cookie is not sent along), cannot give orders (they need a header of ours and the same
-origin), and cannot take a name of its own for this machine (the name asked for is checked).
+The token is part of the address that is opened first, and is exchanged for a cookie so that it leaves the address bar.
+A page of another site cannot read (SameSite cookie), cannot send commands (they need the same origin and a header that
+forms cannot send), and cannot reach the server under another host name (DNS rebinding: the Host header is checked).
 """
 
 import hmac
@@ -33,28 +33,28 @@ margin:15vh auto;padding:0 1em}}</style><h1>Not shown</h1><p>{}</p></html>"""
 
 @dataclass(frozen=True)
 class Access:
-    """The token of one page, and the names by which it may be asked for."""
+    """The token of one page, and the host names under which it is served."""
 
     port: int
-    names: frozenset[str]  # other than those of every machine for itself
+    names: frozenset[str]  # besides those of the loopback interface
     token: str = field(repr=False)
-    is_open: bool = False  # to other machines, too
+    is_open: bool = False  # to other machines
 
     @classmethod
-    def of(cls, door: socket.socket, token: str | None = None) -> "Access":
-        """For a page that is served on a listening socket; with a new token, if there is none yet."""
-        host, port = door.getsockname()[:2]
+    def of(cls, listener: socket.socket, token: str | None = None) -> "Access":
+        """For a page on a listening socket; creates a token unless one is given."""
+        host, port = listener.getsockname()[:2]
         is_open = not ipaddress.ip_address(host).is_loopback
         names = {os.uname().nodename.lower(), socket.getfqdn().lower()} if is_open else set[str]()
         return cls(port, frozenset(names), token or secrets.token_urlsafe(24), is_open)
 
     @property
     def cookie(self) -> str:
-        """Its name: cookies of one machine are shared by all its ports."""
+        """The cookie's name, with the port, since all ports of a machine share cookies."""
         return f"maniple-{self.port}"
 
     def refusal(self, request: HTTPConnection, method: str) -> str:
-        """Why a request is refused; "" if it is not."""
+        """Why a request is refused; "" if it is allowed."""
         if not self._is_name(request.headers.get("host", "")):
             return "This page is not served under that name. Open the address that maniple has printed."
         if not self.knows(request):
@@ -63,21 +63,21 @@ class Access:
                 "maniple watch RUN --web for a new one."
             )
         if method not in {"GET", "HEAD"} and not _is_own(request):
-            return "An order must come from the page itself. Open the page, and use its buttons."
+            return "A command must come from the page itself. Open the page and use its buttons."
         return ""
 
     def knows(self, request: HTTPConnection) -> bool:
-        """It brings the token: in the address, in a cookie or as `Authorization: Bearer`."""
+        """True if it has the token: in the address, in a cookie or as `Authorization: Bearer`."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        brought = (
+        given = (
             request.query_params.get("token"),
             request.cookies.get(self.cookie),
             bearer if scheme.lower() == "bearer" else None,
         )
-        return any(one and hmac.compare_digest(one.encode(), self.token.encode()) for one in brought)
+        return any(one and hmac.compare_digest(one.encode(), self.token.encode()) for one in given)
 
     def _is_name(self, host: str) -> bool:
-        """It is a name of this machine. Of addresses in digits nobody else can be the owner."""
+        """True for names of this machine. Numeric addresses cannot be pointed at it by another site."""
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         name = name.strip("[]").lower()
         if name in _HERE or name in self.names:
@@ -90,13 +90,13 @@ class Access:
 
 
 class Guard:
-    """Stands before a site: refuses, or lets pass, and gives the cookie to who has come with the token."""
+    """ASGI middleware that refuses requests without the token, and sets the cookie for those with it."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         request = HTTPConnection(scope)
@@ -116,7 +116,7 @@ class Guard:
 
 
 def _is_own(request: HTTPConnection) -> bool:
-    """It comes from a page of this site, by a header that no form of another site can send."""
+    """True if it comes from a page of this site: same origin, and a header that forms of other sites cannot send."""
     origin = request.headers.get("origin")
     same = origin is None or origin.partition("://")[2] == request.headers.get("host")
     return same and request.headers.get("x-maniple") == "1"

@@ -1,9 +1,14 @@
-"""The site: the page of a run, its news as server-sent events, orders, and the metrics."""
+"""The page of a run: its web server, and the state that all viewers share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +21,133 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from maniple.errors import InvalidArgument
-from maniple.spec import arguments
+from maniple.clock import clock
+from maniple.connection.find_host import HostStatus
+from maniple.errors import InvalidArgument, ManipleError
+from maniple.launch.services import page_address
+from maniple.monitor import RunState
+from maniple.user_class import parse_arguments
 from maniple.watch.access import Access, Guard
-from maniple.watch.metrics import metrics_text
-from maniple.watch.news import COLUMNS, News
-from maniple.watch.scene import Scene
-from maniple.watch.subject import told
+from maniple.watch.prometheus import metrics_text
+from maniple.watch.report import plotly_js
+from maniple.watch.updates import SCHEMA, Updates
+from maniple.watch.watched_run import WatchedRun
 
 PAGE = Path(__file__).with_name("page")
-_EVERY_S = 1.5
-_GLANCE_S = 0.25  # how soon viewers are let go when the page ends
-_MOST_BYTES = 1 << 14  # of an order
+_UPDATE_EVERY_S = 1.5
+_READ_EVERY_S = 1.2  # a little less, so that each update has new rows
+_READ_AT_ONCE_S = 1.0  # of a long record; viewers see the rest in the next updates
+_FIND_HOST_EVERY_S = 5.0
+_CHECK_END_S = 0.25  # how soon viewers are let go when the server ends
+_MAX_COMMAND_BYTES = 1 << 14
+_LAST_UPDATE_S = 3  # time for the last update to arrive
 
 
-def make_site(scene: Scene, access: Access, *, may_steer: bool, is_ending: Callable[[], bool]) -> Starlette:
-    """The site of one run; when it `is_ending`, viewers are told the last news and let go."""
-    site = _Site(scene, may_steer=may_steer, is_ending=is_ending)
+def show(run: WatchedRun, listener: socket.socket, *, may_steer: bool, opens: bool) -> None:
+    """Serve the page on a listening socket for a person at a terminal until Ctrl-C, and print its address."""
+    access = Access.of(listener)
+    address = page_address(listener, access.token)
+    print(f"{run.name} is shown at\n    {address}\nuntil Ctrl-C.", flush=True)
+    if opens:
+        webbrowser.open(address)
+    serve(run, listener, token=access.token, may_steer=may_steer)
+
+
+def serve(run: WatchedRun, listener: socket.socket, *, token: str, may_steer: bool = True) -> None:
+    """Serve the page on a listening socket until SIGINT or SIGTERM; viewers get a last update."""
+    import uvicorn
+
+    site = make_site(
+        LiveView(run), Access.of(listener, token), may_steer=may_steer, is_ending=lambda: server.should_exit
+    )
+    options: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off"}
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(site, timeout_graceful_shutdown=_LAST_UPDATE_S, **options, **quiet))
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        with suppress(KeyboardInterrupt, SystemExit):
+            server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(*_: Any) -> None:
+    """Exit on SIGTERM, which uvicorn raises again after its shutdown."""
+    sys.exit(0)
+
+
+class LiveView:
+    """The state of a watched run, shared by all viewers, and what is known of its host.
+
+    Attributes:
+        is_complete: all rows up to now have been read.
+        host: status of the host when `find_host` was last called.
+        description: contents of run.json.
+    """
+
+    def __init__(self, run: WatchedRun) -> None:
+        self.run = run
+        self.is_complete = False
+        self.host = HostStatus("has not been looked for yet", is_alive=True)
+        self.description: dict[str, Any] = {}
+        self._described_at = 0  # modification time of run.json
+        self._state = self._new_state()
+        self._lock = threading.Lock()
+        self._next_read = self._next_find = self._found_at = 0.0
+
+    @contextmanager
+    def state(self, *, is_last: bool = False) -> Generator[RunState]:
+        """The state as of about a second ago; for the last update, as of now. Holds a lock: be brief."""
+        with self._lock:
+            if is_last or clock.monotonic() >= self._next_read:
+                self._refresh()
+                self._next_read = clock.monotonic() + _READ_EVERY_S * self.is_complete
+            yield self._state
+
+    @property
+    def is_host_due(self) -> bool:
+        """True when it is time to call `find_host`, also after the end of a run: it may be resumed."""
+        return clock.monotonic() >= self._next_find
+
+    def find_host(self) -> None:
+        """Find out whether the host is alive. This may take seconds, so it does not hold the state's lock."""
+        self._next_find, asked_at = clock.monotonic() + _FIND_HOST_EVERY_S, clock.time()
+        try:
+            self.host = self.run.find_host()
+            self._found_at = asked_at
+        except (ManipleError, OSError, ValueError) as error:  # the folder is being written, or is gone
+            self.host = HostStatus(str(error))
+
+    def _new_state(self) -> RunState:
+        asked = self.run.folder.read().get("asked", {})
+        return RunState(self.run.folder, workers=int(asked.get("workers") or 0))
+
+    def _refresh(self) -> None:
+        try:
+            self.run.refresh()
+        except ManipleError as error:
+            self.host = HostStatus(str(error))
+        self.is_complete = self._state.refresh(_READ_AT_ONCE_S)
+        if self.is_complete and self.host.is_dead:
+            self._state.mark_host_dead(self._found_at)
+        with suppress(OSError, ValueError):  # run.json does not exist yet
+            written = (self.run.folder.path / "run.json").stat().st_mtime_ns
+            if written != self._described_at:
+                before, self.description, self._described_at = self.description, self.run.folder.read(), written
+                if before and before.get("lineage") != self.description.get("lineage"):
+                    self._state = self._new_state()  # another run has started at this address
+
+
+def make_site(view: LiveView, access: Access, *, may_steer: bool, is_ending: Callable[[], bool]) -> Starlette:
+    """The site of one run; when it `is_ending`, viewers get a last update and are let go."""
+    site = _Site(view, may_steer=may_steer, is_ending=is_ending)
     return Starlette(
         routes=[
             Route("/", _page),
             Route("/plotly.js", _plotly),
-            Route("/news", site.news),
+            Route("/updates", site.updates),
             Route("/metrics", site.metrics),
-            Route("/orders", site.order, methods=["POST"]),
+            Route("/commands", site.command, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ],
         middleware=[Middleware(Guard, access=access)],
@@ -47,89 +155,93 @@ def make_site(scene: Scene, access: Access, *, may_steer: bool, is_ending: Calla
 
 
 async def _page(request: Request) -> Response:
-    # Not a redirect away from the token: after a link of another site the new cookie would not come along with it.
+    # Not a redirect that drops the token: the new cookie would not be sent along after a link from another site.
     del request
     return FileResponse(PAGE / "page.html", headers={"Cache-Control": "no-store"})
 
 
 async def _plotly(request: Request) -> Response:
     del request
-    found = find_spec("plotly")  # without importing it, which takes long
-    if found is None or found.origin is None:
-        return PlainTextResponse("plotly is not installed", 404)
-    path = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    try:
+        path = plotly_js()
+    except InvalidArgument as error:
+        return PlainTextResponse(str(error), 404)
     return FileResponse(path, media_type="text/javascript", headers={"Cache-Control": "private, max-age=86400"})
 
 
 class _Site:
-    """What is answered from the scene."""
+    """Handlers of requests that need the state of the run."""
 
-    def __init__(self, scene: Scene, *, may_steer: bool, is_ending: Callable[[], bool]) -> None:
-        self._scene, self._may_steer, self._is_ending = scene, may_steer, is_ending
-        self._look: asyncio.Task[None] | None = None
+    def __init__(self, view: LiveView, *, may_steer: bool, is_ending: Callable[[], bool]) -> None:
+        self._view, self._may_steer, self._is_ending = view, may_steer, is_ending
+        self._finding_host: asyncio.Task[None] | None = None
 
-    async def news(self, request: Request) -> Response:
-        """News every one or two seconds, for as long as the viewer stays."""
+    async def updates(self, request: Request) -> Response:
+        """An update every one or two seconds, for as long as the viewer stays."""
         del request
-        return StreamingResponse(self._tell(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def metrics(self, request: Request) -> Response:
         """The run, for Prometheus."""
         del request
 
         def text() -> str:
-            with self._scene.story() as story:
-                return metrics_text(story, self._scene.subject.name)
+            with self._view.state() as state:
+                return metrics_text(state, self._view.run.name)
 
         return PlainTextResponse(await run_in_threadpool(text), media_type="text/plain; version=0.0.4")
 
-    async def order(self, request: Request) -> Response:
-        """An order to the host; what it says, or why it was refused, is for the person."""
-        if int(request.headers.get("content-length") or _MOST_BYTES) >= _MOST_BYTES:
-            return PlainTextResponse("an order is shorter", 413)
+    async def command(self, request: Request) -> Response:
+        """Send a command to the host; its reply, or the reason of a refusal, is shown to the person."""
+        if int(request.headers.get("content-length") or _MAX_COMMAND_BYTES) >= _MAX_COMMAND_BYTES:
+            return PlainTextResponse("a command is shorter", 413)
         try:
-            order = msgspec.json.decode(await request.body(), type=dict[str, Any])
+            command = msgspec.json.decode(await request.body(), type=dict[str, Any])
         except msgspec.MsgspecError:
-            return PlainTextResponse("an order is JSON", 400)
-        is_done, text = await run_in_threadpool(told, partial(self._follow, order))
-        return JSONResponse({"done": is_done, "text": text})
+            return PlainTextResponse("a command is JSON", 400)
+        try:
+            return JSONResponse({"done": True, "text": await run_in_threadpool(partial(self._send, command))})
+        except ManipleError as error:
+            return JSONResponse({"done": False, "text": str(error)})
 
-    def _follow(self, order: dict[str, Any]) -> str:
+    def _send(self, command: dict[str, Any]) -> str:
         if not self._may_steer:
-            raise InvalidArgument("this page was opened with --read-only, and takes no orders. Open one without it.")
-        steering = self._scene.subject.steering()
-        if order.get("order") == "stop":
+            raise InvalidArgument("this page was opened with --read-only and takes no commands. Open one without it.")
+        steering = self._view.run.steering()
+        if command.get("command") == "stop":
             return steering.stop()
-        if order.get("order") == "snapshot":
+        if command.get("command") == "snapshot":
             return f"saved: {steering.snapshot()}"
-        settings: dict[str, Any] = order.get("settings") or {}
-        return steering.change(arguments([f"{name}={value}" for name, value in settings.items()], "maniple change"))
+        settings: dict[str, Any] = command.get("settings") or {}
+        return steering.change(
+            parse_arguments([f"{name}={value}" for name, value in settings.items()], "maniple change")
+        )
 
-    async def _tell(self) -> AsyncIterator[bytes]:
-        news = News()
+    async def _stream(self) -> AsyncIterator[bytes]:
+        updates = Updates()
         while True:
             is_last = self._is_ending()
-            if self._scene.is_host_due and (self._look is None or self._look.done()):
-                self._look = asyncio.create_task(run_in_threadpool(self._scene.look_for_host))
-            yield b"data: " + await run_in_threadpool(self._news, news, is_last) + b"\n\n"
+            if self._view.is_host_due and (self._finding_host is None or self._finding_host.done()):
+                self._finding_host = asyncio.create_task(run_in_threadpool(self._view.find_host))
+            yield b"data: " + await run_in_threadpool(self._next, updates, is_last) + b"\n\n"
             if is_last:
                 return
-            # Who has more to read goes on.
-            for _ in range(round(_EVERY_S / _GLANCE_S) if self._scene.is_whole else 0):
-                await asyncio.sleep(_GLANCE_S)
+            # Without a pause while there is more of the record to read.
+            for _ in range(round(_UPDATE_EVERY_S / _CHECK_END_S) if self._view.is_complete else 0):
+                await asyncio.sleep(_CHECK_END_S)
                 if self._is_ending():
                     break
 
-    def _news(self, news: News, is_last: bool) -> bytes:
-        scene = self._scene
-        with scene.story(is_last=is_last) as story:
-            about = {
-                "name": scene.subject.name,
-                "folder": str(scene.subject.folder.path),
-                "described": scene.described,
-                "host": {"words": scene.host.words, "is_alive": scene.host.is_alive},
-                "columns": COLUMNS,
+    def _next(self, updates: Updates, is_last: bool) -> bytes:
+        view = self._view
+        with view.state(is_last=is_last) as state:
+            extra = {
+                "name": view.run.name,
+                "folder": str(view.run.folder.path),
+                "described": view.description,
+                "host": {"words": view.host.description, "is_alive": view.host.is_alive},
+                "schema": SCHEMA,
                 "may_steer": self._may_steer,
-                "is_whole": scene.is_whole,
+                "is_complete": view.is_complete,
             }
-            return news.tell(story, about)
+            return updates.next(state, extra)

@@ -1,10 +1,18 @@
-"""Where a host listens: `10.0.0.7:29400`, `[::1]:29400`, `node-07:29400`, or a socket file `unix:/path`."""
+"""Addresses of hosts: `10.0.0.7:29400`, `[::1]:29400`, `node-07:29400`, or `unix:/path` for a Unix-domain socket.
 
+A host publishes its addresses in `host.json` of its run folder (`HostFile`).
+"""
+
+import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from maniple.errors import InvalidArgument
 
+HOST_FILE = "host.json"
 _UNIX = "unix:"
 
 
@@ -18,7 +26,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, default_port: int | None = None) -> "Address":
-        """Read an address; without `default_port` the port must be there."""
+        """Parse an address. The port is required unless there is a `default_port`."""
         if text.startswith(_UNIX):
             return cls(path=text.removeprefix(_UNIX))
         host, colon, port = text.rpartition(":")
@@ -26,41 +34,41 @@ class Address:
             host, port = text, str(default_port)  # a name, or a bare IPv6 address
         if text.isdigit():
             raise InvalidArgument(
-                f"{text!r} is no address but a port. Write 127.0.0.1:{text} for this machine alone, or "
-                f"0.0.0.0:{text} for all that reach it."
+                f"{text!r} is a port without a host. Write 127.0.0.1:{text} to listen to this machine alone, or "
+                f"0.0.0.0:{text} to listen to all machines."
             )
         if not host or not port.isdigit() or not int(port) <= 65535:
             raise InvalidArgument(
-                f"{text!r} is no address. Write HOST:PORT with a port up to 65535, for instance 10.0.0.7:29400, "
+                f"{text!r} is not an address. Write HOST:PORT with a port up to 65535, for instance 10.0.0.7:29400, "
                 "or unix:PATH."
             )
         return cls(host=host.strip("[]"), port=int(port))
 
     @property
-    def is_everywhere(self) -> bool:
-        """It stands for all addresses of a machine: others are told the machine's name instead."""
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of a machine. Other machines are then given its name instead."""
         return self.path is None and self.host in {"0.0.0.0", "::"}
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A connected socket, or OSError within `timeout_s`."""
+        """Return a connected socket, or raise OSError within `timeout_s`."""
         if self.path is None:
             return socket.create_connection((self.host, self.port), timeout_s)
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            link.settimeout(timeout_s)
-            link.connect(self.path)
+            connection.settimeout(timeout_s)
+            connection.connect(self.path)
         except BaseException:
-            link.close()
+            connection.close()
             raise
-        return link
+        return connection
 
     def listen(self, backlog: int = 1024) -> socket.socket:
-        """A listening socket."""
+        """Return a listening socket."""
         if self.path is not None:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            link.bind(self.path)
-            link.listen(backlog)
-            return link
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(self.path)
+            listener.listen(backlog)
+            return listener
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         return socket.create_server((self.host, self.port), family=family, backlog=backlog)
 
@@ -68,3 +76,46 @@ class Address:
         if self.path is not None:
             return f"{_UNIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class HostFile(msgspec.Struct):
+    """The contents of host.json: how to reach the host of a run."""
+
+    host: str  # the address that it listens on
+    port: int
+    address: str  # HOST:PORT for other machines
+    unix: str | None
+    certificate: str | None
+    key: str | None
+    lineage: str
+    node: str
+    pid: int
+    segment: str = ""  # the folder of its shared memory
+
+    @classmethod
+    def read(cls, path: Path) -> "HostFile | None":
+        """Read the file; None if it is missing or not a host file. A symbolic link is not followed."""
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                return msgspec.json.decode(file.read(), type=cls)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host is, or was, on this machine."""
+        return self.node == os.uname().nodename
+
+    @property
+    def nearest(self) -> Address:
+        """The best address from here: the Unix-domain socket on the host's own machine, else the TCP address."""
+        is_near = self.is_here and self.unix is not None and Path(self.unix[5:]).exists()
+        return Address.parse(str(self.unix) if is_near else self.address)
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether something accepts connections at the nearest address."""
+        try:
+            self.nearest.connect(timeout_s).close()
+        except OSError:
+            return False
+        return True

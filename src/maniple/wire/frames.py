@@ -1,4 +1,4 @@
-"""Frames: what travels is cut into pieces whose length is known, and bounded, before it is read.
+"""Frames: length-prefixed messages over a socket. Lengths are checked against their limits before anything is read.
 
     0   4   magic "mnpl"
     4   1   version of the protocol
@@ -8,28 +8,237 @@
     16  ... header: one message of `messages`, as MessagePack
         ... payload: raw bytes, values as they lie in memory
 
-Nothing here runs code of the sender's choice: a header is one of the listed messages with fields of the listed
-types, or the frame is refused.
+A header that is not one of the known messages is refused. Nothing that arrives is unpickled or executed.
 """
 
+import contextlib
+import fcntl
 import functools
+import os
+import socket
 import struct
+import termios
+import weakref
+from array import array
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import msgspec
+import numpy as np
 
+from maniple.clock import Deadline
+from maniple.contracts import Array
 from maniple.errors import BadFrame
-from maniple.wire.messages import Message
+from maniple.wire.address import Address
+from maniple.wire.messages import MESSAGE_TYPES, Message
+
+if TYPE_CHECKING:
+    import ssl
 
 MAGIC = b"mnpl"
-VERSION = 1
+VERSION = 2  # 1 had each setting of the join reply as a field of its own
 HEAD = struct.Struct("<4sBBHQ")
 MAX_HEADER_BYTES = 0xFFFF
+TIMEOUT_S = 30.0  # without a byte from a host that owes a reply: longer than any lock is held in normal operation
+NO_TIMEOUT_S = 1e9  # workers are silent between exchanges; the kernel's keepalive detects dead ones
+_BUFFER_BYTES = 4 << 20
+_SEND_BYTES = 4 << 20  # limit of one sendmsg call, so that `sent_bytes` grows visibly on a slow line
+_BLOCK = 1 << 15  # elements copied at once, so that they stay in the cache
+_UNACKNOWLEDGED_MS = 10_000  # of sent data, after which the kernel considers the peer's machine or network dead
 
+Buffer = Any  # bytes, an array, or anything else with the buffer protocol
 _encoder = msgspec.msgpack.Encoder()
+_opened: "weakref.WeakSet[Stream]" = weakref.WeakSet()  # closed in forked children
+
+
+class Stalled(ConnectionError):
+    """No byte was received or sent within the timeout."""
+
+
+class SocketLike(Protocol):
+    """The methods of a socket that a stream needs. `tls.TlsSocket` is the other implementation."""
+
+    def sendmsg(self, buffers: list[Any], /) -> int: ...
+    def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int: ...
+    def fileno(self) -> int: ...
+    def setsockopt(self, level: int, name: int, value: Any, /) -> None: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
+class Stream:
+    """Sends and receives frames over one connection. One thread may send while another receives."""
+
+    def __init__(self, pipe: SocketLike, *, max_payload_bytes: int = 1 << 62) -> None:
+        self._pipe = pipe
+        self._max_payload_bytes = max_payload_bytes
+        self._head = memoryview(bytearray(HEAD.size))
+        self._header = memoryview(bytearray(1024))
+        self._block = np.empty(0, np.uint8)
+        self.sent_bytes = self.received_bytes = 0
+        _opened.add(self)
+        self._timeout_s = 0.0
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Raise Stalled from now on when no byte is sent or received for `timeout_s`."""
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            # Timeouts of the kernel on a blocking socket save the poll() call of Python's own timeouts.
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or (0 if timeout_s >= 1 else 1))
+            self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, message: Message, *payload: Buffer) -> None:
+        """Send one frame."""
+        views = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]  # empty: cast fails
+        size = sum(view.nbytes for view in views)
+        waiting: list[Any] = [memoryview(encode(message, size)), *views]
+        try:
+            while waiting:
+                sent = self._pipe.sendmsg(_next_buffers(waiting))
+                self.sent_bytes += sent
+                while waiting and sent >= waiting[0].nbytes:
+                    sent -= waiting.pop(0).nbytes
+                if sent:
+                    waiting[0] = waiting[0][sent:]
+        except BlockingIOError:
+            raise Stalled(f"the other side has accepted no byte for {self._timeout_s:g} s") from None
+
+    def receive(
+        self, *, max_header_bytes: int = MAX_HEADER_BYTES, deadline: Deadline | None = None
+    ) -> tuple[Message, int]:
+        """Receive a message; return it and the size of its payload, which the caller must receive next."""
+        self._fill(self._head, deadline)
+        header_bytes, payload_bytes = decode_head(self._head, max_payload_bytes=self._max_payload_bytes)
+        if header_bytes > max_header_bytes:
+            raise BadFrame(f"a header of {header_bytes} bytes is announced, where at most {max_header_bytes} may come.")
+        if header_bytes > self._header.nbytes:
+            self._header = memoryview(bytearray(MAX_HEADER_BYTES))
+        header = self._header[:header_bytes]
+        self._fill(header, deadline)
+        return decode_header(header), payload_bytes
+
+    def receive_message(self, *, max_header_bytes: int = MAX_HEADER_BYTES, deadline: Deadline | None = None) -> Message:
+        """Receive a message without a payload."""
+        message, payload_bytes = self.receive(max_header_bytes=max_header_bytes, deadline=deadline)
+        if payload_bytes:
+            raise BadFrame(f"{type(message).__name__} came with a payload of {payload_bytes} bytes, and has none.")
+        return message
+
+    def receive_into(self, target: Buffer) -> None:
+        """Receive payload into `target`, until it is full."""
+        view = memoryview(target)
+        if view.nbytes:
+            self._fill(view.cast("B"), None)
+
+    def receive_in_blocks(self, target: Array) -> None:
+        """Receive payload into an array, block by block: if the connection breaks, each element is old or new."""
+        for start in range(0, target.size, _BLOCK):
+            part = target[start : start + _BLOCK]
+            if self._block.size < part.nbytes:
+                self._block = np.empty(part.nbytes, np.uint8)
+            block = self._block[: part.nbytes]
+            self._fill(block.data, None)
+            part[:] = block.view(target.dtype)
+
+    def receive_bytes(self, size: int, *, at_most: int, deadline: Deadline | None = None) -> bytearray:
+        """Receive a payload of `size` bytes; BadFrame if that is more than `at_most`."""
+        if size > at_most:
+            raise BadFrame(f"a payload of {size} bytes is announced, where at most {at_most} may come.")
+        data = bytearray(size)
+        self._fill(memoryview(data), deadline)
+        return data
+
+    def linger(self) -> None:
+        """Wait up to 1 s for the other side to close the connection.
+
+        Closing a socket with unread input would reset it, and the other side would lose the last message.
+        """
+        with contextlib.suppress(OSError):
+            self._pipe.shutdown(socket.SHUT_WR)
+            deadline = Deadline(1.0)
+            waste = memoryview(bytearray(1 << 16))
+            while not deadline.is_over():
+                self.set_timeout(deadline.left_s())
+                if not self._pipe.recv_into(waste, waste.nbytes, 0):
+                    return
+
+    def abort(self) -> None:
+        """Shut the connection down. A thread that is blocked in it wakes up."""
+        with contextlib.suppress(OSError):
+            self._pipe.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+
+    def _acknowledged_bytes(self) -> int:
+        """The sent bytes that have left this machine's send buffer."""
+        waiting = array("i", [0])
+        try:
+            fcntl.ioctl(self._pipe.fileno(), termios.TIOCOUTQ, waiting)
+        except (OSError, ValueError):  # another thread has closed it
+            return 0
+        return self.sent_bytes - waiting[0]
+
+    def _fill(self, view: memoryview, deadline: Deadline | None) -> None:
+        acknowledged, is_first = self.sent_bytes, True
+        while view.nbytes:
+            if deadline is not None:
+                self.set_timeout(deadline.left_s())
+            try:
+                count = self._pipe.recv_into(view, min(view.nbytes, 1 << 30), 0 if deadline else socket.MSG_WAITALL)
+            except BlockingIOError:
+                # While another thread still sends, the peer may be busy receiving and reply later: that is progress.
+                before, acknowledged = acknowledged, self._acknowledged_bytes()
+                is_sending = acknowledged > before or (is_first and acknowledged < self.sent_bytes)
+                is_first = False
+                if is_sending and deadline is None:
+                    continue
+                raise Stalled(f"the other side has sent no byte for {self._timeout_s:g} s") from None
+            if not count:
+                raise ConnectionResetError("the other side has closed the connection")
+            self.received_bytes += count
+            view = view[count:]
+
+
+def connect(address: Address, *, timeout_s: float, tls: "ssl.SSLContext | None" = None) -> Stream:
+    """Connect to `address`, or raise OSError within `timeout_s`."""
+    link = address.connect(timeout_s)
+    try:
+        return Stream(configure_socket(link, tls, timeout_s=timeout_s))
+    except BaseException:
+        link.close()
+        raise
+
+
+def configure_socket(
+    link: socket.socket, tls: "ssl.SSLContext | None" = None, *, is_host: bool = False, timeout_s: float
+) -> SocketLike:
+    """Configure a new connection: no delay, large buffers, detection of dead peers, and TLS if `tls` is given."""
+    link.settimeout(timeout_s)
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 5),
+            (socket.TCP_KEEPINTVL, 2),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS),
+        ):
+            link.setsockopt(socket.IPPROTO_TCP, option, value)
+    else:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    if tls is not None:
+        from maniple.wire.tls import TlsSocket
+
+        return TlsSocket(link, tls, is_host=is_host, timeout_s=timeout_s)
+    link.settimeout(None)
+    return link
 
 
 def encode(message: Message, payload_bytes: int) -> bytes:
-    """The head and the header of a frame."""
+    """Return the first 16 bytes and the header of a frame."""
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(header)} bytes does not fit into a frame")
@@ -37,7 +246,7 @@ def encode(message: Message, payload_bytes: int) -> bytes:
 
 
 def decode_head(head: bytes | memoryview, *, max_payload_bytes: int) -> tuple[int, int]:
-    """The lengths of header and payload."""
+    """Return the sizes of header and payload."""
     magic, version, zero, header_bytes, payload_bytes = HEAD.unpack(head)
     if magic != MAGIC or zero != 0:
         raise BadFrame(f"{bytes(head[:4])!r} does not begin a frame of maniple. Is another service on this port?")
@@ -52,7 +261,7 @@ def decode_head(head: bytes | memoryview, *, max_payload_bytes: int) -> tuple[in
 
 
 def decode_header(header: bytes | memoryview) -> Message:
-    """The message in a header."""
+    """Decode a header, or raise BadFrame."""
     try:
         return _decoder().decode(header)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
@@ -61,4 +270,21 @@ def decode_header(header: bytes | memoryview) -> Message:
 
 @functools.cache
 def _decoder() -> msgspec.msgpack.Decoder[Message]:
-    return msgspec.msgpack.Decoder(Message)  # made at the first use: it takes its time to learn all messages
+    return msgspec.msgpack.Decoder(Union[MESSAGE_TYPES])  # noqa: UP007 - on first use, since it takes milliseconds
+
+
+def _next_buffers(waiting: list[Any]) -> list[Any]:
+    """The buffers that the next sendmsg call should send, about _SEND_BYTES in all."""
+    if sum(view.nbytes for view in waiting) <= _SEND_BYTES:
+        return waiting
+    return [waiting[0][:_SEND_BYTES]] if waiting[0].nbytes > _SEND_BYTES else waiting[:1]
+
+
+def _close_in_child() -> None:
+    # A forked child (of a data loader, for instance) would keep its parent's connections open after the parent's
+    # death, and the other side would not notice.
+    for stream in list(_opened):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,29 +1,31 @@
-"""The messages: all that one side can say to the other. `docs/protocol.md` tells them as a conversation.
+"""Messages of the protocol, grouped by the connection that carries them. docs/protocol.md shows how they follow.
 
-every connection    Hello, Proof, Welcome; Refusal at any time
-data                Open, Create, Value, Opened, Busy; Offer, Answer; Pull; Ask, Told; Take, Put; Find; Names, Listing;
-                    Save, Saved; Bye
-control             Join, Joined, Beat, Beaten
-ask                 Request, Reply
-feed                those of `batches`
-doctor              those of `examination`
-watch               those of `watching`
+A message is the header of one frame: a MessagePack array of its tag and its fields, in order. Unknown tags, unknown
+fields and fields of another type are refused. What is large, or has no fixed form, follows as the frame's payload.
+Tags are part of the protocol; a retired tag is not used again.
 """
 
-from maniple.wire.batches import FeedMessage
-from maniple.wire.examination import DoctorMessage
-from maniple.wire.said import Said
-from maniple.wire.watching import WatchMessage
+import re
+from typing import Any
+
+import msgspec
 
 
-class Hello(Said, frozen=True, tag=1):
-    """Host: prove that you know the token, by this nonce."""
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages. Defining a subclass is all it takes to add a message."""
+
+
+# Any connection: authentication (see `auth`) and refusals.
+
+
+class AuthChallenge(Message, frozen=True, tag=1):
+    """Sent by the host: prove that you know the token. `nonce` is random."""
 
     nonce: bytes
 
 
-class Proof(Said, frozen=True, tag=2):
-    """Worker: here is my proof; now prove yourself by mine. I am `worker`, and this connection is for `role`."""
+class AuthResponse(Message, frozen=True, tag=2):
+    """Sent by the worker: the proof, a nonce for the host's own proof, the connection's role and the worker's name."""
 
     nonce: bytes
     mac: bytes
@@ -31,94 +33,111 @@ class Proof(Said, frozen=True, tag=2):
     worker: str
 
 
-class Welcome(Said, frozen=True, tag=3):
-    """Host: and here is mine. The center's lineage is this; it began again from a snapshot so many times."""
+class Welcome(Message, frozen=True, tag=3):
+    """Sent by the host: its proof, the center's lineage, and how often the center was restored from a snapshot."""
 
     mac: bytes
     lineage: str
     restored: int
-    restored_from: float  # the snapshot's time, or 0
+    restored_from: float  # when the snapshot was written, seconds since the epoch; 0 without one
 
 
-class Refusal(Said, frozen=True, tag=4):
-    """Either: no, for this reason. `kind` names the error to raise."""
+class Refusal(Message, frozen=True, tag=4):
+    """Sent by either side instead of a reply. `kind` is the name of the error to raise, `reason` its text."""
 
     kind: str
     reason: str
 
 
-class Open(Said, frozen=True, tag=10):
-    """Worker: I share the parameters in the payload's table under this name; `note` tells their rule."""
+_HALF_REASON = 6000  # characters, of up to 4 bytes each: both halves fit into a header of 65,535 bytes
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Describe `error` to the other side. A long text loses its middle."""
+    text = str(error)
+    if len(text) > 2 * _HALF_REASON:
+        text = f"{text[:_HALF_REASON]}\n... ({len(text):,} characters) ...\n{text[-_HALF_REASON:]}"
+    return Refusal(type(error).__name__, text)
+
+
+# Role "data": opening a center.
+
+
+class OpenCenter(Message, frozen=True, tag=10):
+    """Sent by the worker: open the center with this name. Payload: its table of parameters. `note` names the rule."""
 
     center: str
     note: str
 
 
-class Create(Said, frozen=True, tag=11):
-    """Host: nobody has made it yet. Send your values, they become the center."""
+class CreateCenter(Message, frozen=True, tag=11):
+    """Sent by the host: the center does not exist yet. Send your values as `ParameterValue`; they become the center."""
 
 
-class Busy(Said, frozen=True, tag=12):
-    """Host: somebody else is making it. Ask again soon."""
+class CenterBusy(Message, frozen=True, tag=12):
+    """Sent by the host: another worker is creating the center. Open it again shortly."""
 
 
-class Opened(Said, frozen=True, tag=13):
-    """Host: it is there, and these are its versions; the table in the payload is the center's own."""
+class CenterOpened(Message, frozen=True, tag=13):
+    """Sent by the host: the center exists. Payload: its table of parameters. `created`: from your values."""
 
     created: bool
     live: int
 
 
-class Value(Said, frozen=True, tag=14):
-    """Either: parameter `i` has the value in the payload."""
+class ParameterValue(Message, frozen=True, tag=14):
+    """Sent by either side. Payload: the value of parameter `i`."""
 
     i: int
     version: int = 0
     is_torn: bool = False
 
 
-class Pull(Said, frozen=True, tag=15):
-    """Worker: tell me the value of parameter `i`."""
+# Role "data": exchanges.
+
+
+class PullParameter(Message, frozen=True, tag=15):
+    """Sent by the worker: return the value of parameter `i`, encoded by `codec`."""
 
     center: str
     i: int
     codec: str = "float32"
 
 
-class Offer(Said, frozen=True, tag=16):
-    """Worker: apply `act` with weights `a` and `b` to my value, the payload, and to parameter `i`.
+class ExchangeRequest(Message, frozen=True, tag=16):
+    """Sent by the worker: apply `operation` with weights `a` and `b` to parameter `i` and to the payload.
 
-    It is item `item` of my exchange `sequence`; I last saw version `seen` of the parameter.
+    This is item `item` of exchange `sequence` of this worker, which last saw version `seen` of the parameter.
     """
 
     center: str
     i: int
     sequence: int
     item: int
-    act: str
+    operation: str
     a: float | int
     b: float | int
     codec: str
     seen: int
-    answer: str  # "value", "move" or "none"
+    answer: str  # what the reply's payload holds: the replica's new "value", its "move", or "none"
 
 
-class Answer(Said, frozen=True, tag=17):
-    """Host: item `item` is applied; what the replica becomes is in the payload."""
+class ExchangeReply(Message, frozen=True, tag=17):
+    """Sent by the host: item `item` is applied. Payload: the replica's new value or its move, as requested."""
 
     item: int
     version: int
     staleness: int
     live: int
-    is_clean: bool
+    is_clean: bool  # False if non-finite elements were refused
     is_torn: bool
-    is_done: bool  # False if a swap found the parameter changed: nothing was applied
+    is_done: bool  # False if a swap found a newer version, and nothing was applied
 
 
-class Ask(Said, frozen=True, tag=18):
-    """Worker: the connection broke. Which items of exchange `sequence`, from `first` on, were applied?
+class AppliedQuery(Message, frozen=True, tag=18):
+    """Sent by the worker after a reconnect: which items of exchange `sequence`, from `first` on, were applied?
 
-    The payload lists their parameters of `center`, in the order of the items.
+    Payload: the parameters of `center` that these items were for, as int64.
     """
 
     center: str
@@ -126,19 +145,26 @@ class Ask(Said, frozen=True, tag=18):
     first: int
 
 
-class Told(Said, frozen=True, tag=19):
-    """Host: those with a 1 in the payload, one byte each."""
+class AppliedReply(Message, frozen=True, tag=19):
+    """Sent by the host. Payload: one byte per item, 1 if it was applied."""
 
 
-class Take(Said, frozen=True, tag=20):
-    """Worker: tell me the elements of array `center` whose flat positions are in the payload."""
+class Goodbye(Message, frozen=True, tag=27):
+    """Sent by the worker: it leaves and will not send an `AppliedQuery` any more."""
+
+
+# Role "data": named arrays.
+
+
+class PullElements(Message, frozen=True, tag=20):
+    """Sent by the worker: return `count` elements of array `center`. Payload: their flat positions, as int64."""
 
     center: str
     count: int
 
 
-class Put(Said, frozen=True, tag=21):
-    """Worker: weigh my values into those elements; the payload holds `count` positions, then `count` values."""
+class PushElements(Message, frozen=True, tag=21):
+    """Sent by the worker: blend values into elements of array `center`. Payload: `count` positions, `count` values."""
 
     center: str
     count: int
@@ -147,95 +173,85 @@ class Put(Said, frozen=True, tag=21):
     beta: float | int
 
 
-class Find(Said, frozen=True, tag=22):
-    """Worker: what is array `center`? (The answer is Opened with its table, or a Refusal.)"""
+class FindArray(Message, frozen=True, tag=22):
+    """Sent by the worker: describe array `center`. The reply is `CenterOpened` with its table, or a `Refusal`."""
 
     center: str
 
 
-class Names(Said, frozen=True, tag=23):
-    """Worker: which arrays are there?"""
+class ListArrays(Message, frozen=True, tag=23):
+    """Sent by the worker: which arrays exist?"""
 
 
-class Listing(Said, frozen=True, tag=24):
-    """Host: the names in the payload, as JSON."""
+class ArrayList(Message, frozen=True, tag=24):
+    """Sent by the host. Payload: the names of all arrays, as JSON."""
 
 
-class Save(Said, frozen=True, tag=25):
-    """Worker: write all values to this file in the run's folder."""
-
-    path: str
-
-
-class Saved(Said, frozen=True, tag=26):
-    """Host: done; this is its path on my machine."""
+class SaveArrays(Message, frozen=True, tag=25):
+    """Sent by the worker: write all values to file `path` in the run folder."""
 
     path: str
 
 
-class Bye(Said, frozen=True, tag=27):
-    """Worker: I leave, and shall not ask again what was applied."""
+class ArraysSaved(Message, frozen=True, tag=26):
+    """Sent by the host: the file is written; `path` is its full path on the host's machine."""
+
+    path: str
 
 
-class Join(Said, frozen=True, tag=40):
-    """Worker: I am here, on this node; I am rank `rank`, or was before, or -1. `is_near`: the launcher gave me that
-    rank, and I use the center in shared memory. `is_expected`: it gave me that rank, and I am on another machine.
-    `is_back`: I was here before, and the connection broke. `guests`: my launcher, which is not yours, has started so
-    many of us."""
+# Role "control": membership and heartbeats.
+
+
+class JoinRequest(Message, frozen=True, tag=40):
+    """Sent by the worker: let me join the run from `node`. `rank` is -1, or the rank I have or had."""
 
     node: str
     pid: int
     rank: int
     restarts: int
-    is_near: bool = False
-    is_expected: bool = False
-    is_back: bool = False
-    guests: int = 0
+    is_near: bool = False  # the launcher gave me this rank, and I use the center in shared memory
+    is_expected: bool = False  # the launcher gave me this rank on another machine
+    is_back: bool = False  # I had joined before, and the connection broke
+    guests: int = 0  # how many workers an external launcher (torchrun, srun, mpirun) has started
 
 
-class Joined(Said, frozen=True, tag=41):
-    """Host: then you are rank `rank`, which is taken for the `incarnation`-th time; these settings are the run's."""
+class JoinReply(Message, frozen=True, tag=41):
+    """Sent by the host: your rank, how many workers have had it before you, and the run's settings."""
 
     rank: int
     incarnation: int
     world: int
     live: int
-    seed: int
-    rule: str
-    pace: str
-    wire: str
-    host_deadline_s: float
-    max_epochs: int
+    settings: dict[str, str | int | float | bool | None]  # those that `settings/options` marks with `joins`
 
 
-class Beat(Said, frozen=True, tag=42):
-    """Worker: I am alive, and have made so many steps on so many samples; my new rows are in the payload. A number
-    that came before is a repetition. `is_last`: I leave; `is_early`: before I have come to my end."""
+class Heartbeat(Message, frozen=True, tag=42):
+    """Sent by the worker. Payload: its new rows, which the host writes once however often it receives `number`."""
 
     number: int
-    is_last: bool = False
+    is_last: bool = False  # the worker leaves
     steps: int = 0
     samples: int = 0
-    is_early: bool = False
+    is_early: bool = False  # it leaves before it has finished training
 
 
-class Beaten(Said, frozen=True, tag=43):
-    """Host: so am I; so many workers are alive. Beat again within `within_s`. If there is a reason to stop, stop.
-    Somebody has changed the settings in `changes`, as JSON. `is_full`: your rows could not be written; keep them, and
-    send them again later with the same number."""
+class HeartbeatReply(Message, frozen=True, tag=43):
+    """Sent by the host: `live` workers are alive. The next heartbeat is due within `within_s`."""
 
     live: int
     within_s: float = 1.0
-    stop: str = ""
-    changes: str = ""
-    is_full: bool = False
+    stop: str = ""  # the reason to stop training, if there is one
+    changes: str = ""  # settings that were changed during the run, as JSON
+    is_full: bool = False  # the rows could not be written: send them again later with the same number
 
 
-class Request(Said, frozen=True, tag=44):
-    """Worker: I, rank `rank`, ask the controller `request`; what it needs to know is in the payload, as JSON.
+# Role "ask": requests to the controller.
 
-    It is my question number `sequence`: if I ask it again, I have not heard the answer. I have made so many steps on
-    so many samples; `is_finished`: my samples have come to their end.
+
+class ControllerRequest(Message, frozen=True, tag=44):
+    """Sent by the worker: a request to the controller. Payload: its arguments, as JSON.
+
+    A request that is repeated after a reconnect keeps its `sequence`, and the controller handles it once.
     """
 
     sequence: int
@@ -244,56 +260,142 @@ class Request(Said, frozen=True, tag=44):
     incarnation: int
     steps: int
     samples: int
-    is_finished: bool = False
+    is_finished: bool = False  # the worker's samples are exhausted
 
 
-class Reply(Said, frozen=True, tag=45):
-    """Host: the answer to question `sequence` is in the payload, as JSON."""
+class ControllerReply(Message, frozen=True, tag=45):
+    """Sent by the host. Payload: the controller's reply to request `sequence`, as JSON."""
 
     sequence: int
 
 
-_HALF_TEXT = 6000  # characters; a header has 65,535 bytes
+# Role "feed": batches from producers to workers.
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """The refusal that tells of an error; of a long text, its beginning and its end."""
-    text = str(error)
-    if len(text) > 2 * _HALF_TEXT:
-        text = f"{text[:_HALF_TEXT]}\n... ({len(text):,} characters) ...\n{text[-_HALF_TEXT:]}"
-    return Refusal(type(error).__name__, text)
+class RegisterProducer(Message, frozen=True, tag=50):
+    """Sent by the producer: register as producer `index` of `count` (-1: the next free one) of this feed."""
+
+    feed: str
+    index: int
+    count: int
+    high_water: int  # how many batches may wait in the feed
 
 
-Message = (
-    Hello
-    | Proof
-    | Welcome
-    | Refusal
-    | Open
-    | Create
-    | Busy
-    | Opened
-    | Value
-    | Pull
-    | Offer
-    | Answer
-    | Ask
-    | Told
-    | Take
-    | Put
-    | Find
-    | Names
-    | Listing
-    | Save
-    | Saved
-    | Bye
-    | Join
-    | Joined
-    | Beat
-    | Beaten
-    | Request
-    | Reply
-    | FeedMessage
-    | DoctorMessage
-    | WatchMessage
-)
+class ProducerRegistered(Message, frozen=True, tag=51):
+    """Sent by the host: you are producer `index` of `count`, and your first `pushed` batches have arrived."""
+
+    index: int
+    count: int
+    pushed: int
+
+
+class PushBatch(Message, frozen=True, tag=52):
+    """Sent by the producer: batch `number` has this size. May I send it?"""
+
+    number: int
+    size_bytes: int
+
+
+class SendBatch(Message, frozen=True, tag=53):
+    """Sent by the host: there is room for the batch. Send it."""
+
+
+class BatchData(Message, frozen=True, tag=54):
+    """Sent by either side. Payload: batch `number`."""
+
+    number: int
+
+
+class BatchReceived(Message, frozen=True, tag=55):
+    """Sent by either side: batch `number` has arrived, and the sender may discard it."""
+
+    number: int
+
+
+class ProducerEnd(Message, frozen=True, tag=56):
+    """Sent by the producer: no more batches follow. Payload: its traceback, if it has failed."""
+
+    is_failure: bool
+
+
+class FetchBatch(Message, frozen=True, tag=57):
+    """Sent by the worker: return the next batch of this feed."""
+
+    feed: str
+
+
+class NoBatchYet(Message, frozen=True, tag=58):
+    """Sent by the host as a sign of life while there is no batch, or no room for one."""
+
+
+class FeedOver(Message, frozen=True, tag=59):
+    """Sent by the host: all producers have ended and no batch is left. To a producer: its end is noted."""
+
+
+# Role "doctor": checks of a running host.
+
+
+class DoctorRequest(Message, frozen=True, tag=60):
+    """Sent by the doctor: describe yourself."""
+
+
+class DoctorReply(Message, frozen=True, tag=61):
+    """Sent by the host: its time, node and live workers. Payload: versions and centers, as JSON."""
+
+    time: float
+    node: str
+    live: int
+
+
+class Echo(Message, frozen=True, tag=62):
+    """Sent by the doctor, and returned by the host with the same payload."""
+
+
+# Role "watch": reading and steering a run from elsewhere.
+
+FILE_PART_BYTES = 1 << 20  # limit of one `FilePart`: large enough for throughput, small enough for any watcher
+WATCHED_FILE = re.compile(r"run\.json|events/[A-Za-z0-9_-]+\.jsonl")  # the only files of a run folder that are shown
+
+
+class ListFiles(Message, frozen=True, tag=70):
+    """Sent by the watcher: which files describe the run?"""
+
+
+class FileList(Message, frozen=True, tag=71):
+    """Sent by the host. Payload: name, size and modification time of each file, as JSON."""
+
+    is_over: bool = False  # the run has ended
+
+
+class ReadFile(Message, frozen=True, tag=72):
+    """Sent by the watcher: return file `name` from byte `offset` on."""
+
+    name: str
+    offset: int
+
+
+class FilePart(Message, frozen=True, tag=73):
+    """Sent by the host. Payload: up to `FILE_PART_BYTES` of the file; empty at its end."""
+
+
+class WatcherCommand(Message, frozen=True, tag=74):
+    """Sent by a watcher named `who`: "stop" the run, write a "snapshot", or "change" settings (payload: JSON)."""
+
+    what: str
+    who: str
+
+
+class CommandDone(Message, frozen=True, tag=75):
+    """Sent by the host: the command is done. `text` tells the user what happened."""
+
+    text: str
+
+
+MESSAGE_TYPES = tuple(Message.__subclasses__())
+
+
+def to_json(value: Any) -> Any:
+    """Convert NumPy and torch scalars and arrays for msgspec's JSON encoder (its `enc_hook`)."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -1,7 +1,7 @@
-"""TLS over a socket that one thread may read while another writes.
+"""TLS over a socket that one thread reads while another writes.
 
-An `ssl.SSLSocket` must not be used by two threads at once. So the encryption works on memory, under a lock, and
-the socket is read and written outside of it.
+`ssl.SSLSocket` is not safe for that. Here OpenSSL works on memory buffers under a lock, and the socket is read and
+written outside of the lock.
 """
 
 import contextlib
@@ -9,28 +9,28 @@ import datetime
 import socket
 import ssl
 import threading
-import time
 from pathlib import Path
 from typing import Any, cast
 
+from maniple.clock import Deadline
 from maniple.errors import InvalidArgument
 from maniple.record.folder import write_whole
 
-_PIECE_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 18  # encrypted at once: 16 TLS records
 
 
-class TlsPipe:
-    """An encrypted connection, with the calls of a socket that a stream needs."""
+class TlsSocket:
+    """An encrypted connection with the methods of `frames.SocketLike`."""
 
-    def __init__(self, link: socket.socket, context: ssl.SSLContext, *, is_host: bool, timeout_s: float) -> None:
-        self._link = link
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_host: bool, timeout_s: float) -> None:
+        self._socket = connection
         self._encrypted, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._encrypted, self._outgoing, server_side=is_host)
-        self._lock = threading.Lock()  # of the two BIOs and the state between them
-        self._turn = threading.Lock()  # records leave in the order in which they were made
-        deadline = time.monotonic() + timeout_s
+        self._lock = threading.Lock()  # for the BIOs and the TLS state
+        self._send_lock = threading.Lock()  # records must leave in the order of their encryption
+        deadline = Deadline(timeout_s, slice_s=timeout_s)
         while True:
-            link.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.settimeout(deadline.left_s())
             try:
                 self._tls.do_handshake()
                 break
@@ -39,23 +39,23 @@ class TlsPipe:
                 self._feed()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # the alert that tells the other side why
+                    self._flush()  # sends the alert with the reason
                 raise
         self._flush()
-        link.settimeout(None)
+        connection.settimeout(None)
 
     def sendmsg(self, buffers: list[Any], /) -> int:
-        """Encrypt and send a piece of `buffers`; gives its size."""
-        piece = buffers[0][:_PIECE_BYTES]
-        with self._turn:
+        """Encrypt and send the beginning of `buffers`; return how many bytes were sent."""
+        piece = buffers[0][:_CHUNK_BYTES]
+        with self._send_lock:
             with self._lock:
                 sent = self._tls.write(piece)
                 data = self._outgoing.read()
-            self._link.sendall(data)
+            self._socket.sendall(data)
         return sent
 
     def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int:
-        """Receive and decrypt at least a byte; 0 at the end."""
+        """Receive and decrypt at least one byte; return 0 at the end."""
         del flags
         while True:
             with self._lock:
@@ -72,23 +72,19 @@ class TlsPipe:
                 return 0
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self._link.fileno()
+        return self._socket.fileno()
 
     def setsockopt(self, level: int, name: int, value: Any, /) -> None:
-        """Set an option of the socket."""
-        self._link.setsockopt(level, name, value)
+        self._socket.setsockopt(level, name, value)
 
     def shutdown(self, how: int, /) -> None:
-        """End the connection."""
-        self._link.shutdown(how)
+        self._socket.shutdown(how)
 
     def close(self) -> None:
-        """Let the socket go."""
-        self._link.close()
+        self._socket.close()
 
     def _feed(self) -> int:
-        data = self._link.recv(_PIECE_BYTES)
+        data = self._socket.recv(_CHUNK_BYTES)
         with self._lock:
             if data:
                 self._encrypted.write(data)
@@ -97,15 +93,15 @@ class TlsPipe:
         return len(data)
 
     def _flush(self) -> None:
-        with self._turn:
+        with self._send_lock:
             with self._lock:
                 data = self._outgoing.read()
             if data:
-                self._link.sendall(data)
+                self._socket.sendall(data)
 
 
 def host_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a host needs to encrypt."""
+    """Return the TLS context of a host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -113,15 +109,15 @@ def host_context(certificate: Path, key: Path) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise InvalidArgument(
             f"the certificate {certificate} with key {key} cannot be used: {error}. "
-            "Give two PEM files that belong together, or leave them out to have them made."
+            "Give two PEM files that belong together, or omit both options to have them created."
         ) from None
     return context
 
 
 def worker_context(trusted: Path) -> ssl.SSLContext:
-    """What a worker needs: it trusts the host whose certificate (or whose authority's) is in `trusted`."""
+    """Return the TLS context of a worker that trusts the certificate, or the certificate authority, in `trusted`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate itself is known, and hosts of a cluster have many names
+    context.check_hostname = False  # the certificate itself is pinned, and machines of a cluster have many names
     try:
         context.load_verify_locations(trusted)
     except (OSError, ssl.SSLError) as error:
@@ -132,14 +128,14 @@ def worker_context(trusted: Path) -> ssl.SSLContext:
 
 
 def make_certificate(certificate: Path, key: Path) -> None:
-    """Write a certificate of our own making, and its key, readable by its owner alone."""
+    """Write a self-signed certificate and its key; only the owner may read the key."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise InvalidArgument(
-            "--tls makes a certificate with the package `cryptography`, which is not installed. "
+            "--tls creates a certificate with the package `cryptography`, which is not installed. "
             "`pip install 'maniple[tls]'`, or give --certificate and --key."
         ) from None
     secret = ec.generate_private_key(ec.SECP256R1())

@@ -1,7 +1,7 @@
-"""The worker: a process that trains a replica. `join()` finds its place, `share()` ties a model to the center."""
+"""The worker: a process that trains a replica. `join()` joins a run, `share()` shares a model in it."""
 
-from maniple.worker.replica import Replica
-from maniple.worker.stop import StopAfter
+from maniple.replica import Replica
+from maniple.replica.context import StopAfter
 from maniple.worker.worker import Worker, join
 
 __all__ = ["Replica", "StopAfter", "Worker", "join"]

@@ -1,138 +1,144 @@
-"""Joining a run: what a script sees of the other workers."""
+"""The worker: this process as a member of a run. `join()` finds the run, `worker.share()` shares a model in it."""
 
+import math
 import os
+import random
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from maniple.adapters import Adapter, Params, adapt, own_device
-from maniple.circle.calls import Calls
-from maniple.contracts import Center, Circle
-from maniple.errors import InvalidArgument, say
-from maniple.feed.batches import DEFAULT, Batches, Feeds
+from maniple.adapters import Adapter, Params, adapt
+from maniple.clock import clock
+from maniple.collectives.api import CollectiveCalls
+from maniple.contracts import Collectives
+from maniple.controller import DefaultPolicy
+from maniple.environment import Environment, check_not_inherited, mark_joined, read_environment
+from maniple.environment.other_launchers import is_elastic
+from maniple.errors import Conflict, InvalidArgument, ManipleError, say
+from maniple.feed.local_feed import DEFAULT_FEED, Batches, Feeds
 from maniple.layout import described
-from maniple.pace import Pace
-from maniple.place import Place, find, mark_joined, refuse_inherited
-from maniple.record import Events
-from maniple.rules import Rule
+from maniple.pace import Every, Pace, parse_pace
+from maniple.replica import Replica, sharing_for
+from maniple.replica.context import StopAfter, TrainingContext
+from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler, Shard
-from maniple.worker.alone import Alone
-from maniple.worker.asked import (
-    check_center,
-    check_return,
-    is_in_step,
-    settle,
-    tell_undivided,
-    tell_unshared,
-)
-from maniple.worker.changing import Changing
-from maniple.worker.circles import Circles
-from maniple.worker.ending import Ending, failure, mind_early_end, staying, watch_the_end
-from maniple.worker.logged import logged
-from maniple.worker.optimizers import Optimizers
-from maniple.worker.repeatable import check_rule, seed_all
-from maniple.worker.replica import Replica
-from maniple.worker.samples import Samples
-from maniple.worker.seat import take_seat
-from maniple.worker.stop import StopAfter
+from maniple.worker.collective_groups import CollectiveGroups
+from maniple.worker.shutdown import SignalHandler, check_host_lost, warn_unshared, watch_exit
 
+if TYPE_CHECKING:
+    from maniple.worker.connection import HostConnection
+    from maniple.worker.heartbeat_sender import Count
+
+T = TypeVar("T")
+_ALONE = (0, 0)  # rank and incarnation of a worker alone, for its controller
+_SIGNALLED_TIMEOUT_S = 20.0  # for a last exchange that waits for the host after a signal: SIGKILL follows
 _joined: "Worker | None" = None
-_SHARES_TOO = ("maniple.client", "maniple.pool")  # modules that are imported when the script first uses them
+_SHARES_TOO = ("maniple.client", "maniple.pool")  # imported when the script first uses them
 
 
 def join(address: str | None = None, *, own_data: bool = False) -> "Worker":
-    """Join the run that started this process; alone, a world of one. A second call gives the same worker.
+    """Join the run that started this process; alone, a world of one. A second call returns the same worker.
 
-    A process that a worker has started, such as a data loader's, is not part of the run: there it is InvalidArgument.
+    A process that a worker has started, such as a data loader's, is not part of the run: it gets InvalidArgument.
 
     Args:
         address: HOST:PORT of a host to join instead, from anywhere; the token comes from the environment
             (MANIPLE_TOKEN_FILE or MANIPLE_TOKEN).
-        own_data: this script divides the data itself, by `worker.rank` say, or each worker makes its own, as in
-            reinforcement learning: there is no warning that nothing divides it.
+        own_data: this script divides the data itself, by `worker.rank` say, or each worker generates its own, as in
+            reinforcement learning. It turns the warning off that nothing divides the data.
     """
     global _joined  # noqa: PLW0603 - one process is one worker
     if address is None:
-        refuse_inherited()
+        check_not_inherited()
     if _joined is None or _joined.has_left:
-        _joined = Worker(find(address=address))
+        _joined = Worker(read_environment(address=address))
     if own_data:
-        _joined.has_own_data = True
+        _joined.declare_own_data()
     return _joined
 
 
-class Worker(Calls):
+class Worker(CollectiveCalls):
     """This process as a worker.
 
     Attributes:
-        rank, world: the place among all workers, and their number at the start of the run.
+        rank, world: this worker's number, and how many workers there were at the start of the run.
         local_rank, local_world: the same on this machine.
         node: this machine's name.
         device: "cpu", "cuda:1" ...: as given to the launcher, else the GPU of this local rank, else the CPU.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._replicas: list[Replica] = []
-        self._samples, self._alone = Samples(), Alone(place.limits, self._count)
-        self._seat = take_seat(place, self._count)
-        self._events = Events(None) if self._seat is None else self._seat.events
-        place = place if self._seat is None else self._seat.place
-        self.rank, self.world, self.node = place.rank, place.world, place.node
-        self.local_rank, self.local_world = place.local_rank, place.local_world
-        self._seed = int(np.random.SeedSequence([place.seed, place.rank]).generate_state(1)[0])
-        if place.deterministic:
-            seed_all(self._seed)
-        self._samples.settle_in(self._seat, place)
-        segment = None if self._seat is None else self._seat.segment
-        self._optimizers = Optimizers(place, None if segment is None else segment.path)
-        self.has_left = self._has_failed = self._has_asked = self._is_division_checked = False
-        self.has_own_data = place.own_data
-        self._place, self._pid = place, os.getpid()
-        self._ending = Ending(self._replicas, has_left=lambda: self.has_left)
-        self._stop: StopAfter | None = None
-        self._changing = Changing(self._seat, self._events)
-        self._circles = Circles(place, self._seat, self._events, self.end_if_told)
-        self._feeds = Feeds(place, self._events, self._is_told_to_stop)
-        if not place.is_alone:
+    def __init__(self, environment: Environment) -> None:
+        self._context = TrainingContext(environment)  # for heartbeats that are sent before the host has answered
+        self._connection = connection = connect_to_host(environment, self._count)
+        environment = environment if connection is None else connection.environment
+        self._environment, self._pid = environment, os.getpid()
+        self.rank, self.world, self.node = environment.rank, environment.world, environment.node
+        self.local_rank, self.local_world = environment.local_rank, environment.local_world
+        self._seed = int(np.random.SeedSequence([environment.seed, environment.rank]).generate_state(1)[0])
+        if environment.deterministic:
+            _seed_all(self._seed)
+        if connection is not None:
+            self._context = TrainingContext(
+                environment,
+                host=connection.status,
+                events=connection.events,
+                segment=None if connection.segment is None else connection.segment.path,
+                ask_host=connection.ask,
+            )
+        context = self._context
+        self._samples, self._events, self._replicas = context.samples, context.events, context.replicas
+        self._own_policy = DefaultPolicy(environment.limits)  # the controller of a worker alone
+        self._has_asked = False
+        self._collective_groups = CollectiveGroups(environment, connection, self._events, context.exit_if_signalled)
+        self._feeds = Feeds(environment, self._events, self._is_stopping)
+        if not environment.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
-            self._events.write("join", **who, restarts=place.restarts)
+            self._events.write("join", **who, restarts=environment.restarts)
             mark_joined(self.rank)
-            watch_the_end(at_exit=self._depart, on_error=self._fail, on_signal=self._ending.hear)
+            watch_exit(at_exit=self._at_exit, on_error=self._on_error, on_signal=SignalHandler(context))
 
     @property
     def seed(self) -> int:
-        """A seed of this rank's own. A script that uses it draws other batches in each worker."""
-        self.has_own_data = True
+        """A seed that is different for each rank. A script that uses it draws other batches in each worker."""
+        self.declare_own_data()
         return self._seed
 
     @property
     def device(self) -> str:
-        """Where this worker should put its model."""
-        return self._place.device or own_device(self.local_rank)
-
-    @property
-    def _circle(self) -> Circle:
-        return self._circles.calls
+        """The device on which this worker should put its model."""
+        torch = sys.modules.get("torch")
+        if self._environment.device or torch is None or not torch.cuda.is_available():
+            return self._environment.device or "cpu"
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
 
     @property
     def should_stop(self) -> bool:
-        """It is time for this worker to end its loop: the controller says so, or its own limits."""
-        return self._is_told_to_stop() or self._samples.are_finished
+        """This worker should end its loop: the controller, a time limit or the number of epochs says so."""
+        return self._is_stopping() or self._samples.are_finished
 
     @property
     def is_over(self) -> bool:
-        """The host has ended the run: there is nobody to exchange with any more."""
-        return self._seat is not None and self._seat.is_over
+        """The host has ended the run."""
+        return self._context.host.is_over
 
     @property
-    def is_hurried(self) -> bool:
-        """A signal has told this worker to end."""
-        return self._ending.is_told
+    def has_left(self) -> bool:
+        """This worker has left the run."""
+        return self._context.has_left
+
+    def declare_own_data(self) -> None:
+        """Do not warn that nothing divides the data among the workers."""
+        self._context.is_data_divided = True
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._collective_groups.calls
 
     def share(
         self,
@@ -161,60 +167,63 @@ class Worker(Calls):
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
             rule: what an exchange does; by default that of the command line, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
-            wire: how values travel to a host elsewhere or in the circle: "float32" (as they are, the default),
-                "bfloat16", "float16" or, to a host only, "int8"; what a push there loses is made up for by the next.
+            wire: the format of values sent to a remote host or in collectives: "float32" (unchanged, the default),
+                "bfloat16", "float16" or, to a host only, "int8", whose rounding errors the next exchange corrects.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             params: which parameters are shared, the same for all workers: names and patterns (["head.*"]), or a
                 function of name and parameter. The others are each worker's own, under BSP with their gradients.
             buffers: share floating-point buffers too, such as batch-norm statistics. One that holds NaN or infinity,
                 such as a mask, stays each worker's own.
-            lock: with False, workers may write the same parameter at once: faster under heavy contention, and
+            lock: with False, workers may write the same parameter at once: faster under heavy contention, but
                 some contributions may be lost.
-            stop: when this worker should end by itself.
+            stop: a time limit for this worker.
             save_optimizer: save the optimizer's state in the run folder with each snapshot and when this worker
-                leaves, and continue with it after `--resume`; learning rates and the like are the script's own.
+                leaves, and continue with it after `--resume`; learning rates come from the script.
         """
-        rule, pace, wire = settle(self._place, rule, pace, wire)
-        check_rule(self._place, rule)
-        check_center(self._place, rule)
-        self._stop = self._stop if stop is None else stop
+        rule, pace, wire = _resolve_settings(self._environment, rule, pace, wire)
+        check_rule(self._environment, rule)
+        if stop is not None:
+            self._context.stop_after = stop
         adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
-        if adapter.local_buffers and not self._place.is_alone:
+        if adapter.local_buffers and not self._environment.is_alone:
             names = ", ".join(map(repr, adapter.local_buffers))
             self._events.write("local buffers", names=list(adapter.local_buffers))
             warnings.warn(f"buffers that are not finite are not shared: {names} (a mask of -inf, say)", stacklevel=2)
         center, name = None, f"center-{len(self._replicas)}"
-        if self._seat is not None:
-            center, is_creator = self._seat.open(name, adapter, rule=rule, lock=lock, wire=wire)
+        if self._connection is not None:
+            center, is_creator = self._connection.open(name, adapter, rule=rule, lock=lock, wire=wire)
             self._events.write(
                 "share",
                 rule=repr(rule),
-                meets=rule.meets,
+                meets="gradients" if rule.averages_gradients else "values" if rule.is_synchronous else "center",
                 pace=repr(pace),
                 wire=wire,
                 created=is_creator,
                 **described(adapter),
             )
-        replica = self._replica(adapter, center, rule, pace, wire)
-        if save_optimizer:  # before it begins: those who are there already know more
-            replica.continues = self._optimizers.add(len(self._replicas), adapter, replica)
-        replica.begin()
-        self._changing.begin(replica)
-        self._replicas.append(replica)
+        sharing = sharing_for(
+            rule,
+            center,
+            pace=pace,
+            wire=wire,
+            is_alone=self._environment.is_alone,
+            open_collectives=lambda: self._open_collectives(adapter, rule),
+        )
+        replica = Replica(adapter, sharing, rule=rule, pace=pace, context=self._context)
+        if save_optimizer:  # before it begins: the state of current members is newer than a saved one
+            replica.continues = self._context.optimizer_states.add(len(self._replicas), adapter, replica)
+        sharing.begin()
+        self._context.add(replica)
         return replica
 
-    def _replica(self, adapter: Adapter, center: Center | None, rule: Rule, pace: Pace, wire: str) -> Replica:
-        settings: dict[str, Any] = {"rule": rule, "pace": pace, "events": self._events, "worker": self}
-        if rule.meets == "center" or self._place.is_alone:
-            return Replica(adapter, center, **settings)
-        from maniple.worker.synced import Synced
-
+    def _open_collectives(self, adapter: Adapter, rule: Rule) -> Collectives:
         leased = "has a sampler that leases samples, so workers may have different numbers of batches"
         obstacle = leased if self._samples.are_leased else ""
-        circle = self._circles.open_for(f"circle-{len(self._replicas)}", adapter, rule, obstacle=obstacle)
-        check_return(self._place, self._replicas, circle.name)
-        self._samples.check_circle(circle.name)
-        return Synced(adapter, center, circle, wire=wire, **settings)
+        name = f"collectives-{len(self._replicas)}"
+        collectives = self._collective_groups.open_for(name, adapter, rule, obstacle=obstacle)
+        check_restart(self._environment, self._replicas, collectives.name)
+        self._samples.check_collectives(collectives.name)
+        return collectives
 
     def sampler(
         self,
@@ -230,19 +239,19 @@ class Worker(Calls):
 
         Workers take chunks of an epoch, up to `len(sampler)` samples in a pass: each sample once per epoch over all
         workers, and at least once if one dies and is started again. `.batches(size)` gives arrays of indices,
-        `.set_epoch(k)` is as in torch's DistributedSampler, and `.progress` tells how many epochs were handed out.
+        `.set_epoch(k)` is as in torch's DistributedSampler, and `.progress` is the number of epochs handed out.
 
         Args:
             data: the data set, or how many samples there are; the same for all workers.
-            static: instead a fixed share for each worker, equal in size and the same in each run. By default so with
-                rules of the circle, where all make the same number of steps.
-            balance: no limit to a pass: fast workers take more, and what a dead one has left is taken in the same
-                epoch. Then `len(sampler)` is only about right, so build no learning-rate schedule from it. It has no
-                effect on fixed shares.
+            static: instead a fixed share for each worker, equal in size and the same in each run. The default with
+                synchronous rules, where all workers make the same number of steps.
+            balance: no limit to a pass: fast workers take more, and others take what a dead worker has left in the same
+                epoch. `len(sampler)` is then an estimate, so build no learning-rate schedule from it. No effect on
+                fixed shares.
             shuffle: a new order in each epoch, the same for all workers.
             chunk: how many samples are taken at a time; by default about 1/32 of a worker's share.
-            validation: they are looked at and not trained on. Each sample once over all workers, also where shares
-                are fixed: those may differ by one then, so make no collective call inside of this loop.
+            validation: the samples are not trained on. Each sample comes once over all workers, also with fixed
+                shares, which may then differ by one: make no collective call inside of this loop.
         """
         count = data if isinstance(data, int) else len(data)
         if static and balance:
@@ -253,197 +262,283 @@ class Worker(Calls):
         self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
             count,
-            seat=self._seat,
-            place=self._place,
-            static=is_in_step(self._place, self._replicas) if static is None else static,
+            lender=None if self._connection is None else self._connection.lender,
+            static=self._is_synchronous if static is None else static,
             balance=balance,
             shuffle=shuffle,
             chunk=chunk,
             validation=validation,
-            should_stop=self._is_told_to_stop,
+            should_stop=self._is_stopping,
             is_shared=lambda: bool(self._replicas),
             on_wait=self._rest,
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are left to train, of `count`: `for epoch in worker.epochs(5):`.
+        """The epochs left to train, of `count`: `for epoch in worker.epochs(5):`.
 
-        All from 0 on, as `range(count)` gives; in a run that was resumed, and for a worker that comes late, from the
-        first one of which samples are left on. The loop ends early with `--max-epochs`, and when the worker should
-        stop. Make the samplers before it, and go through each once per epoch.
+        It begins at 0, or at the first epoch with samples left, in a resumed run and for a worker that joins late. It
+        ends early with `--max-epochs`, and when the worker should stop. Create the samplers before it, and iterate over
+        each once per epoch.
         """
         if count < 0:
-            raise InvalidArgument(f"{count} epochs cannot be made. Give 0 or more.")
-        epoch, end = self._samples.begin_loop(count), min(count, self._place.limits.max_epochs or count)
+            raise InvalidArgument(f"worker.epochs({count}) is impossible. Give 0 or more.")
+        epoch, end = self._samples.begin_loop(count), min(count, self._environment.limits.max_epochs or count)
         while epoch < end and not self.should_stop:
             yield epoch
-            self._samples.passed()
+            self._samples.passed(is_shared=not any(replica.steps_since_exchange for replica in self._replicas[:1]))
             epoch += 1
 
     def ask(self, request: str, /, *, timeout_s: float = 60.0, **info: Any) -> Any:
-        """Ask the controller, and get its answer: anything that JSON knows.
+        """Send a request to the controller and return its answer, a JSON value.
 
-        An exception in the controller's handler is raised here as HandlerFailed, with its traceback; WaitedTooLong if
-        no answer comes within `timeout_s`. A worker alone is answered by the default controller.
+        Raises HandlerFailed, with its traceback, for an exception in the controller's handler, and WaitedTooLong if no
+        answer comes within `timeout_s`. A worker alone uses the default controller.
         """
         if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a dict, in older systems
-            raise InvalidArgument(_no_request(request))
+            raise InvalidArgument(_request_error(request))
         if request.startswith("maniple-"):
-            raise InvalidArgument(f"{request!r} cannot be asked: what begins with 'maniple-' is maniple's own.")
+            raise InvalidArgument(
+                f"{request!r} cannot be asked: names that begin with 'maniple-' are reserved. Choose another name."
+            )
         self._has_asked = True
-        if request == "validated" and True in [replica.publish_validated() for replica in self._replicas]:
-            info["published"] = True  # the center is what was validated: it, and no older one, is kept as the best
-        if self._seat is not None:
-            return self._seat.ask(request, info, timeout_s=timeout_s)
-        return self._alone.ask(request, info)
+        if request == "validated" and True in [replica.sharing.publish_validated() for replica in self._replicas]:
+            info["published"] = True  # the center is what was validated, and may be kept as the best
+        if self._connection is not None:
+            return self._connection.ask(request, info, timeout_s=timeout_s)
+        _ = self._own_stop  # counts the steps so far
+        return self._own_policy.answer(_ALONE, request, info, is_finished=self._samples.are_finished)
 
-    def feed(self, name: str = DEFAULT) -> Batches:
+    def feed(self, name: str = DEFAULT_FEED) -> Batches:
         """The batches that producers push to feed `name`, to iterate over; each goes to exactly one worker."""
+        self.declare_own_data()
         return self._feeds.open(name)
 
     def log(self, **values: Any) -> None:
-        """Write one timestamped row of numbers or words; `loss` is also shown live."""
+        """Write one timestamped row of numbers or strings; `loss` is also shown live."""
         self.record("log", **values)
 
     def record(self, event: str, /, **values: Any) -> None:
-        """Write one row of another kind."""
+        """Write one row of another event."""
         self._events.write(event, **logged(values, self._replicas))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
-        """Be the only one of this machine's workers in the `with` block; a holder who dies gives it back."""
-        return nullcontext() if self._seat is None else self._seat.lock(timeout_s)
+        """Exclude the other workers of this machine from the `with` block; a worker that dies releases the lock."""
+        return nullcontext() if self._connection is None else self._connection.lock(timeout_s)
 
     def leave(self) -> None:
-        """Make the last exchange and leave the run. It happens by itself when the script ends."""
-        if self.has_left or os.getpid() != self._pid:
+        """Make the last exchange and leave the run. Called when the script ends."""
+        context = self._context
+        if context.has_left or os.getpid() != self._pid:
             return
-        self.has_left = True
+        context.has_left = True
         mark_joined(None)
-        if not self._has_failed and not self.is_hurried:
-            self._tell_if_late()
-        idle = {"unshared": True} if self._is_idle and not (self._has_failed or self.is_hurried or self.is_over) else {}
-        if idle:
-            tell_unshared(self._place, None if self._seat is None else self._seat.segment)
+        is_exchanging = not context.has_failed
+        if is_exchanging and not context.is_signalled:
+            self._report_if_late()
+        idle: dict[str, bool] = {}
+        if self._is_idle and is_exchanging and not context.is_signalled and not context.host.is_over:
+            idle = {"unshared": True}
+            warn_unshared(self._environment, None if self._connection is None else self._connection.segment)
         try:
+            timeout_s = _SIGNALLED_TIMEOUT_S if context.is_signalled else math.inf
             for replica in self._replicas:
-                replica.finish(exchange=not self._has_failed)
-            if not self._has_failed:
-                self._samples.finish(is_early=self.is_hurried or self._is_told_to_stop())
-                for replica in self._replicas[:1]:
-                    if replica.rule.meets == "center":
-                        self._samples.note(replica, is_common=False, is_last=True)
+                replica.finish(exchange=is_exchanging, timeout_s=timeout_s)
+            if is_exchanging:
+                self._samples.finish(is_early=context.is_signalled or self._is_stopping())
+                if self._replicas and not self._replicas[0].rule.is_synchronous:
+                    self._samples.write_position(self._replicas[0], is_common=False, is_last=True)
         finally:
             self._feeds.close()
-            self._circles.close()
-            if self._seat is not None:
-                self._seat.leave(is_early=self._has_failed or self.is_hurried, failed=self._has_failed, **idle)
-        if not self._has_failed:
-            self._optimizers.save()
+            self._collective_groups.close()
+            if self._connection is not None:
+                is_early = context.has_failed or context.is_signalled
+                self._connection.leave(is_early=is_early, failed=context.has_failed, **idle)
+        if not context.has_failed:
+            context.optimizer_states.save()
 
-    def _tell_if_late(self) -> None:
-        """Say so if this worker came when nothing was left to do, rather than end silently without a step."""
-        if self._seat is None or not self._samples.were_gone or any(replica.steps for replica in self._replicas):
+    def _report_if_late(self) -> None:
+        """Say so if this worker made no step because all work was done when it joined."""
+        if self._connection is None or not self._samples.were_gone or any(replica.steps for replica in self._replicas):
             return
-        stop = "the run had ended" if self.is_over else self._seat.stop and f"the run was stopping ({self._seat.stop})"
-        reason = stop or "all samples had been handed out"
+        host, reason = self._context.host, "all samples had been handed out"
+        if host.is_over:
+            reason = "the run had ended"
+        elif host.stop:
+            reason = f"the run was stopping ({host.stop})"
         self._events.write("late", reason=reason)
         say(f"worker {self.rank} made no step: {reason} when it joined")
 
-    def _depart(self) -> None:
-        """The script has ended."""
-        is_cut_short = self.is_over and not self.has_left and not self._has_failed and not self.is_hurried
-        with staying(self._place, has_failed=lambda: self._has_failed, is_told=lambda: self.is_hurried):
+    def _at_exit(self) -> None:
+        """Leave when the script has ended. A worker that hosts the others stays until its host has ended."""
+        context, environment, has_left = self._context, self._environment, False
+        is_cut_short = (
+            context.host.is_over and not context.has_left and not context.has_failed and not context.is_signalled
+        )
+        try:
             self.leave()
+            has_left = True
+        finally:
+            if environment.is_hosting:
+                from maniple.worker.external_launch import await_host_end
+
+                has_failed = context.has_failed or not has_left
+                await_host_end(environment, has_failed=has_failed, is_signalled=lambda: context.is_signalled)
         if is_cut_short:
-            mind_early_end(self._place)
+            check_host_lost(environment)
 
-    def mind_absence(self, replica: Replica) -> None:
-        """The host could not be reached: train on, or end with the replica saved if that has gone on for too long."""
-        if not self._has_failed and self._seat is not None and (error := self._seat.absence()) is not None:
-            self._has_failed = True  # no last exchange is tried
-            path = replica.save(f"replica-{self.rank}.safetensors", self._place.run)
-            raise type(error)(f"{error} This worker's replica is saved in {path}.")
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._context.has_failed = True
+        self._events.write(
+            "failed",
+            error=f"{kind.__name__}: {error}",
+            exit_code=error.exit_code if isinstance(error, ManipleError) else 1,
+            traceback="".join(traceback.format_exception(kind, error, trace)),
+        )
 
-    def samples_taken(self) -> int:
-        """The samples that this worker's samplers have handed out."""
-        return self._samples.taken
+    def _is_stopping(self) -> bool:
+        """The controller, the time limit or the end of the run stops this worker. Call it between two steps."""
+        context = self._context
+        context.exit_if_signalled()
+        is_due = context.stop_after is not None and context.stop_after.is_due
+        stop = self._own_stop if self._connection is None else context.host.stop
+        return is_due or context.host.is_over or bool(stop)
 
-    def stepped(self, replica: Replica) -> None:
-        """A replica has made a training step; of several models that are trained together, the first counts."""
-        self._changing.mind(self._replicas)
-        if not self._is_division_checked:
-            self._is_division_checked = True
-            if not (self.has_own_data or self._samples.are_divided or self._feeds.is_used):
-                tell_undivided(self._place, self._events)
-        if self._stop is not None:
-            self._stop.stepped()
-        if self._replicas and replica is self._replicas[0]:
-            self._samples.stepped()
+    @property
+    def _own_stop(self) -> str:
+        """Why the controller of a worker alone wants to stop; empty if not."""
+        steps, samples, _ = self._count()
+        self._own_policy.count(_ALONE, steps, samples)
+        return self._own_policy.check_limits(clock.time())
 
-    def end_step(self, replica: Replica) -> None:
-        """A step is over, exchanges and all: if a snapshot is being written, save what the center does not have."""
-        if self._optimizers.is_due():
-            if replica.rule.meets == "gradients" and replica.is_keeper:
-                replica.publish()  # the center, its position in the data and the optimizer are of the same step
-            self._optimizers.save()
+    @property
+    def _is_synchronous(self) -> bool:
+        """All workers make the same number of steps, by the rules of their models or that of the command line."""
+        rules = [replica.rule for replica in self._replicas] or [parse_rule(self._environment.rule or "easgd")]
+        return any(rule.is_synchronous for rule in rules)
 
-    def settled(self, replica: Replica) -> None:
-        """The center has all that a replica has learned."""
-        if self._replicas and replica is self._replicas[0]:
-            self._samples.settled(replica)
-            if replica.rule.meets == "center":
-                self._samples.note(replica, is_common=False)
+    def _rest(self) -> None:
+        """Let other workers continue without this one, which waits for their samples."""
+        for replica in self._replicas:
+            replica.sharing.rest()
 
-    def kept(self, replica: Replica, workers: int) -> None:
-        """The center was brought up to date after a round of so many workers.
-
-        A round that some have missed tells nothing of their samples: who continues from it must not leave them out.
-        Those who were given up have no samples any more.
-        """
-        is_whole = workers >= self.world or workers >= self._samples.remaining  # which looks into a folder
-        if self._replicas and replica is self._replicas[0] and is_whole:
-            self._samples.note(replica, is_common=True)
-
-    def position(self, replica: Replica) -> Any:
-        """Where this worker is in the data, for one that comes to the circle."""
-        return self._samples.position(replica)
-
-    def continue_at(self, position: Any, rounds: int) -> None:
-        """Begin with the samples where the others are, who have made so many rounds."""
-        self._samples.continue_at(position, rounds)
+    def _count(self) -> tuple[int, int, bool]:
+        """The steps and samples of this worker so far, and whether all its samples are used; for heartbeats."""
+        samples, replicas = self._context.samples, self._context.replicas
+        if replicas:
+            return replicas[0].steps, replicas[0].total_samples, samples.are_finished
+        return 0, samples.taken, samples.are_finished
 
     @property
     def _is_idle(self) -> bool:
-        """This worker has used nothing that is shared in its run; samples that it has leased do not count."""
-        is_used = self._has_asked or self._circles.is_used or self._feeds.is_used
+        """This worker has used nothing that is shared in its run; leased samples do not count."""
+        is_used = self._has_asked or self._collective_groups.is_used or self._feeds.is_used
         return not (self._replicas or is_used or any(name in sys.modules for name in _SHARES_TOO))
 
-    def _rest(self) -> None:
-        """This worker waits for samples of others, who must not wait for it."""
-        for replica in self._replicas:
-            replica.rest()
 
-    def _is_told_to_stop(self) -> bool:
-        self.end_if_told()  # who asks is between two steps
-        is_due = self._stop is not None and self._stop.is_due
-        return is_due or self.is_over or bool((self._seat or self._alone).stop)
+def connect_to_host(environment: Environment, count: "Count") -> "HostConnection | None":
+    """The connection that `environment` describes; None for a worker alone."""
+    if environment.producer_number >= 0:
+        raise InvalidArgument(
+            "this process was started to produce batches (--feed), and cannot join as a worker. Call maniple.Feed()."
+        )
+    if environment.is_external and environment.segment is None and environment.center == "host":
+        from maniple.worker.external_launch import join_launch
 
-    def _count(self) -> tuple[int, int, bool]:
-        """The steps and samples of this worker so far, and whether its samples have come to their end."""
-        counts = [(one.steps, one.total_samples) for one in self._replicas[:1]] or [(0, self.samples_taken())]
-        return *counts[0], self._samples.are_finished
+        environment = join_launch(environment)
+    elif environment.is_alone and environment.center == "host" and is_elastic():
+        from maniple.worker.external_launch import join_launch_if_any
 
-    def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._has_failed = True
-        self._events.write("failed", **failure(kind, error, trace))
+        environment = join_launch_if_any(environment)
+    if not environment.is_near and environment.address is None:
+        return None
+    from maniple.worker.connection import LocalConnection, RemoteConnection
 
-    def end_if_told(self) -> None:
-        """Follow a signal that came, if one did: after the step or the exchange that it fell into."""
-        self._ending.follow()
+    return (LocalConnection if environment.is_near else RemoteConnection)(environment, count)
 
 
-def _no_request(request: Any) -> str:
-    """What is wrong with a request that is no word, and how to write it."""
+def _resolve_settings(
+    environment: Environment, rule: Rule | None, pace: Pace | None, wire: str | None
+) -> tuple[Rule, Pace, str]:
+    """Rule, pace and wire format of a model that is shared: from the script, else the command line, else defaults."""
+    if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
+    rule = _agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, EASGD())
+    pace = _agreed("pace", pace, parse_pace(environment.pace) if environment.pace else None, Every(rule.every))
+    wire = _agreed("wire", wire, environment.wire, "float32")
+    if wire != "float32":
+        from maniple.wire.codecs import get_codec
+
+        get_codec(wire)  # says which there are, before anything is shared
+    return rule, pace, wire
+
+
+def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
+    """The value given by the script or the command line; Conflict if both are given and differ."""
+    if script is not None and command_line is not None and script != command_line:
+        raise Conflict(
+            f"the script asks for the {what} {script!r}, the command line for {command_line!r}. "
+            f"Leave one of them out: `{what}=` in share(), or the option of the command."
+        )
+    if script is not None:
+        return script
+    return default if command_line is None else command_line
+
+
+def check_rule(environment: Environment, rule: Rule) -> None:
+    """Raise InvalidArgument for a rule that does not work in this run."""
+    world = environment.world
+    if environment.deterministic and world > 1 and (not rule.is_synchronous or 0 < rule.quorum < world):
+        raise InvalidArgument(
+            f"--deterministic with {rule!r}: the result of {world} workers depends on which comes first. "
+            "Choose bsp, localsgd or easgd:sync=true, or leave --deterministic out."
+        )
+    if not rule.is_synchronous and environment.is_external and environment.center == "none":
+        raise InvalidArgument(
+            f"{rule!r} needs a center, but MANIPLE_CENTER={environment.center} gives these {world} workers of "
+            f"{environment.launcher} none: {world} separate models would be trained. Unset it, choose a synchronous "
+            "rule (bsp), or unset the launcher's variables (RANK and WORLD_SIZE, say) to train alone."
+        )
+
+
+def check_restart(environment: Environment, replicas: Sequence[Replica], collectives: str) -> None:
+    """Raise InvalidArgument if a restarted worker would have to join two synchronous models at once."""
+    if collectives == "shared" and environment.restarts and any(replica.rule.is_synchronous for replica in replicas):
+        raise InvalidArgument(
+            f"worker {environment.rank} was started again, but a run that shares 2 models synchronously cannot take "
+            "workers back, only one that shares 1. Start the run again with --resume, or share both as one module."
+        )
+
+
+def _seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, if it is imported, and make torch deterministic."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def logged(values: Mapping[str, Any], replicas: Sequence[Replica]) -> dict[str, Any]:
+    """A row of logged values with the step of the first replica; `center`: they are about the shared parameters."""
+    row: dict[str, Any] = {"step": replicas[0].steps if replicas else 0}
+    row |= {name: _plain(value) for name, value in values.items()}
+    return row | {"center": True} if any(replica.is_center for replica in replicas) else row
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: torch and NumPy scalars by their `item`, NaN and infinity as strings."""
+    item = getattr(value, "item", None)
+    try:
+        value = value if item is None else item()
+    except (ValueError, RuntimeError):  # more than one element
+        return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _request_error(request: Any) -> str:
+    """The error for a request that is not a string, with the call that was probably meant."""
     how = 'ask("next")'
     if (
         request
@@ -451,10 +546,10 @@ def _no_request(request: Any) -> str:
         and all(isinstance(key, str) and key.isidentifier() for key in cast(Any, request))
     ):
         first = next(iter(cast(dict[str, Any], request)))
-        word = "next" if first == "done" else first  # how many batches were done goes along with the next question
+        name = "next" if first == "done" else first  # the number of batches done is sent with the next request
         info = ", ".join(f"{key}={value!r}" for key, value in cast(dict[str, Any], request).items())
-        how = f'ask("{word}", {info})'
+        how = f'ask("{name}", {info})'
     return (
-        f"ask({request!r}) is no question: the request is a word, and what goes with it are keyword arguments, not a "
+        f"ask({request!r}) is no request: its name, a string, comes first, and its data are keyword arguments, not a "
         f"{type(request).__name__}. Write worker.{how}."
     )

@@ -1,18 +1,12 @@
-// The charts, drawn by the plotly.js that the plotly wheel carries.
+// The charts, drawn by plotly.js from the plotly wheel.
 
-import { from, MOST_LINES, smoothed, summed, thinned } from "./curves.js";
-import { changed, colour, drawn, workerColour } from "./drawing.js";
+import { from, MAX_LINES, smoothed, summed, thinned } from "./curves.js";
+import { timeUnit } from "./format.js";
+import { changed, colour, drawWhenSeen, workerColour } from "./redraw.js";
 import { CENTER } from "./store.js";
-import { timeUnit } from "./words.js";
 
-const MEASURED = [
-  ["samples_per_s", "Samples/s", "of each worker"],
-  ["sync_share", "Sync share", "time spent in exchanges"],
-  ["staleness", "Staleness", "exchanges of others missed"],
-  ["bytes_per_s", "Bytes/s", "in both directions"],
-  ["cores", "Cores", "kept busy"],
-  ["memory_bytes", "Memory", "of the process"],
-];
+// How the axis of a measure's chart is labelled, by the format of the measure.
+const TICKS = { percent: ".2~%", bytes: "~s" };
 const find = (id) => document.getElementById(id);
 
 let loading = null;
@@ -27,25 +21,30 @@ function plotly() {
 }
 
 export class Charts {
-  // `shown` tells which workers are wanted.
+  // `shown` says whether a worker is to be drawn.
   constructor(store, shown) {
     this.store = store;
     this.shown = shown;
-    const acts = [["value", "change"], ["against", "change"], ["smooth", "input"], ["log", "change"]];
-    for (const [id, event] of acts) find(id).addEventListener(event, () => changed([find("values")], true));
+    const inputs = [["value", "change"], ["against", "change"], ["smooth", "input"], ["log", "change"]];
+    for (const [id, event] of inputs) find(id).addEventListener(event, () => changed([find("values")], true));
     find("span").addEventListener("change", () => changed(undefined, true));
-    drawn(find("values"), () => this.#drawValues());
-    for (const [name, title, note] of MEASURED) this.#panel(title, note, (into) => this.#drawMeasured(into, name));
-    this.#panel("Workers alive", "", (into) => this.#drawLive(into));
-    this.#panel("Staleness of exchanges", "how many were so old", (into) => this.#drawAges(into));
-    this.#panel("Participation", "who took part in exchanges or rounds", (into) => this.#drawTogether(into));
+    drawWhenSeen(find("values"), () => this.#drawValues());
+    this.known = new Set(); // measures that have a chart
   }
 
-  // Offer the names that were logged, and a chart of what only some workers measure.
-  offerNames() {
-    if (!this.hasGpu && this.store.names("measured").includes("gpu_memory_bytes")) {
-      this.hasGpu = true;
-      this.#panel("GPU memory", "of the process", (into) => this.#drawMeasured(into, "gpu_memory_bytes"));
+  // Add the charts of measures, those of optional ones when they are first recorded, and offer the logged names.
+  update() {
+    const isFirst = !this.known.size;
+    for (const measure of this.store.schema.measures) {
+      const { name, chart, is_optional } = measure;
+      if (!chart.length || this.known.has(name) || (is_optional && !this.store.names("measured").includes(name))) continue;
+      this.known.add(name);
+      this.#panel(...chart, (into) => this.#drawMeasured(into, measure));
+    }
+    if (isFirst) {
+      this.#panel("Workers alive", "", (into) => this.#drawLive(into));
+      this.#panel("Staleness of exchanges", "how many were this old", (into) => this.#drawAges(into));
+      this.#panel("Participation", "who took part in exchanges or rounds", (into) => this.#drawTogether(into));
     }
     const names = this.store.names("logged").sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
     const select = find("value");
@@ -70,42 +69,42 @@ export class Charts {
     const plot = panel.querySelector(".plot");
     plot.setAttribute("aria-label", `${title}, ${note}`);
     find("measured").append(panel);
-    drawn(plot, () => draw(plot));
+    drawWhenSeen(plot, () => draw(plot));
   }
 
   #drawValues() {
     const name = find("value").value, against = find("against").value;
     const curves = [...this.store.named("logged", name)].filter(([rank]) => rank === CENTER || this.shown(rank));
     const most = Math.max(120, Math.min(1000, Math.floor(12000 / Math.max(1, curves.length))));
-    const isCrowd = curves.length > MOST_LINES;
+    const isCrowd = curves.length > MAX_LINES;
     const traces = curves.sort((a, b) => b[0] - a[0]).map(([rank, curve]) => {
       const { xs, ys } = from(curve, against === "time" ? this.#begin : 0);
       const few = thinned(xs, smoothed(ys, Number(find("smooth").value)), most);
       return this.#line(few, this.#axis(against).of, rank, isCrowd);
     });
     if (isCrowd) traces.push(this.#mean(curves.filter(([rank]) => rank !== CENTER).map(([, curve]) => curve), this.#axis(against).of));
-    const broken = this.store.small.broken?.[name];
+    const nonFinite = this.store.small.non_finite?.[name];
     const note = find("values-note");
-    note.textContent = broken ? `${broken} values were no finite numbers, and are left out. ` : "";
+    note.textContent = nonFinite ? `${nonFinite} values were not finite and are left out. ` : "";
     if (isCrowd) note.append("Bold: the mean of the workers. ");
     if (this.store.named("logged", name).has(CENTER)) {
       const chip = Object.assign(document.createElement("span"), { className: "chip" });
       chip.style.background = colour("text");
-      note.append(chip, " center; workers have the colours of the table");
+      note.append(chip, " center; workers as in the table");
     }
     draw(find("values"), traces, { x: this.#axis(against).title, isLog: find("log").checked, isCrowd });
   }
 
-  // How moments become places on an axis.
+  // The title of an axis, and the position of a moment on it.
   #axis(against) {
     const size = this.store.small.run?.epoch_size;
-    if (against === "samples") return { title: this.store.small.totals?.samples ? "samples of all workers" : "samples: nobody has counted them", of: (t) => this.store.samplesAt(t) };
+    if (against === "samples") return { title: this.store.small.totals?.samples ? "samples of all workers" : "samples: none were counted", of: (t) => this.store.samplesAt(t) };
     if (against === "epochs") {
-      return { title: size ? `epochs of ${size} samples` : "epochs: no sampler has told their size",
+      return { title: size ? `epochs of ${size} samples` : "epochs: without a sampler their size is unknown",
         of: (t) => (size ? this.store.samplesAt(t) / size : 0) };
     }
     const [unit, seconds] = timeUnit(this.store.until);
-    return { title: `${unit} since the first worker began`, of: (t) => t / seconds };
+    return { title: `${unit} since the first worker's start`, of: (t) => t / seconds };
   }
 
   #line({ xs, ys }, of, rank, isCrowd) {
@@ -122,14 +121,13 @@ export class Charts {
     return { ...this.#line({ xs, ys: mean }, of, 0, true), name: "mean of the workers", opacity: 1, line: { color: colour("accent"), width: 2.5 } };
   }
 
-  #drawMeasured(into, name) {
+  #drawMeasured(into, { name, format }) {
     const curves = [...this.store.named("measured", name)].filter(([rank]) => this.shown(rank));
     const of = this.#axis("time").of, cut = curves.map(([rank, curve]) => [rank, from(curve, this.#begin)]);
-    const traces = cut.length <= MOST_LINES
+    const traces = cut.length <= MAX_LINES
       ? cut.map(([rank, curve]) => this.#line(thinned(curve.xs, curve.ys, 300), of, rank, false))
       : this.#band(summed(cut.map(([, curve]) => curve), this.#begin, this.store.until), of);
-    const isBytes = name.includes("bytes");
-    draw(into, traces, { ticks: name === "sync_share" ? ".2~%" : isBytes ? "~s" : "", fromZero: true, unit: isBytes ? "B" : "" });
+    draw(into, traces, { ticks: TICKS[format] ?? "", fromZero: true, unit: format === "bytes" ? "B" : "" });
   }
 
   #band({ xs, mean, low, high }, of) {
@@ -150,14 +148,14 @@ export class Charts {
     draw(into, [{ x: xs.map((t) => of(Math.max(0, t))), y: ys, type: "scatter", mode: "lines", name: "alive", line, hovertemplate: "%{y}" }], { fromZero: true });
   }
 
-  // ages[k] counts those of 2^(k-1) up to 2^k - 1 exchanges.
+  // ages[k] counts exchanges with parameters 2^(k-1) to 2^k - 1 exchanges old.
   #drawAges(into) {
     const ages = this.store.small.ages ?? [];
     const name = (k) => (k < 2 ? String(k) : `${2 ** (k - 1)}–${2 ** k - 1}`);
     this.#bars(into, ages.map(([k]) => name(k)), ages.map(([, n]) => n), "exchanges of others in between");
   }
 
-  // Who takes part: in rounds of all, how many workers were in them; in exchanges with the center, who made how many.
+  // Participation: rounds by their number of workers, or exchanges with the center by worker.
   #drawTogether(into) {
     const together = this.store.small.together ?? [];
     if (together.length) {
@@ -169,11 +167,11 @@ export class Charts {
   }
 
   #bars(into, x, y, title) {
-    draw(into, [{ x, y, type: "bar", marker: { color: colour("accent") }, hovertemplate: "%{y}<extra></extra>" }], { x: y.length ? title : "none were made", isNamed: true });
+    draw(into, [{ x, y, type: "bar", marker: { color: colour("accent") }, hovertemplate: "%{y}<extra></extra>" }], { x: y.length ? title : "none yet", isNamed: true });
   }
 }
 
-// Draw lines or bars into an element, in the colours of the page.
+// Draw lines or bars in the colours of the page.
 async function draw(into, traces, { x = "", isLog = false, ticks = "", fromZero = false, isCrowd = false, isNamed = false, unit = "" }) {
   const axis = { gridcolor: colour("edge"), linecolor: colour("edge"), zeroline: false, automargin: true, fixedrange: true, tickfont: { size: 11 } };
   const small = into.classList.contains("tall") ? 0 : 1;

@@ -1,10 +1,10 @@
-// Curves as lines of a chart: made smooth, thinned out, put onto an axis, or summed up where there are too many.
+// Curves for charts: smoothed, thinned, cut, or summarized where there are too many.
 
-import { place } from "./store.js";
+import { lowerBound } from "./store.js";
 
-export const MOST_LINES = 8; // in a small chart; more become their mean, lowest and highest
+export const MAX_LINES = 8; // in a small chart; more become their mean, minimum and maximum
 
-// A moving average that forgets by `share`, and begins without a bias towards zero.
+// An exponential moving average with decay `share`, corrected for its start at zero.
 export function smoothed(ys, share) {
   if (!share) return ys;
   const out = new Float32Array(ys.length);
@@ -17,7 +17,7 @@ export function smoothed(ys, share) {
   return out;
 }
 
-// At most about `most` points: the lowest and the highest of each stretch, so that peaks stay.
+// At most about `most` points: the lowest and the highest of each bucket, so that peaks stay visible.
 export function thinned(xs, ys, most) {
   if (xs.length <= most) return { xs, ys };
   const kept = [0], step = (2 * (xs.length - 2)) / most;
@@ -36,11 +36,11 @@ export function thinned(xs, ys, most) {
 
 // The part of a curve from a moment on.
 export function from({ xs, ys }, begin) {
-  const first = begin > 0 ? place(xs, begin) : 0;
+  const first = begin > 0 ? lowerBound(xs, begin) : 0;
   return { xs: xs.subarray(first), ys: ys.subarray(first) };
 }
 
-// Many curves as one: their mean, lowest and highest in each of `count` stretches of time.
+// Many curves as one: their mean, minimum and maximum in each of `count` intervals of time.
 export function summed(curves, begin, end, count = 120) {
   const cells = Array.from({ length: count }, () => ({ low: Infinity, high: -Infinity, sum: 0, n: 0 }));
   const width = (end - begin) / count || 1;

@@ -1,38 +1,38 @@
-// The page of a run: follows its news, and shows them.
+// The page of a run: receives updates and shows them.
 
 import { Charts } from "./charts.js";
-import { changed } from "./drawing.js";
-import { Lanes } from "./lanes.js";
-import { Orders } from "./orders.js";
+import { Commands } from "./commands.js";
+import { duration } from "./format.js";
 import { Events, showSettings, Totals, Workers } from "./panels.js";
+import { changed } from "./redraw.js";
 import { Store } from "./store.js";
-import { duration } from "./words.js";
+import { TimeSplits } from "./time_splits.js";
 
-const STOPPED = 130; // the exit code of a run that somebody has ended
+const STOPPED = 130; // exit code of a run that a person has stopped
 const RETRY_MS = 2000;
-const OVER_MS = 60000; // the server of a run ends with it
-const SILENCE_MS = 15000; // news come every second
+const OVER_MS = 60000; // the server usually ends with the run
+const SILENCE_MS = 15000; // updates come every one or two seconds
 const THEMES = { "": "theme: auto", light: "theme: light", dark: "theme: dark" };
 const find = (id) => document.getElementById(id);
 
-history.replaceState(null, "", location.pathname); // the token is in a cookie now, and leaves the address
+history.replaceState(null, "", location.pathname); // the token is in a cookie now; remove it from the address
 
 const store = new Store();
-const totals = new Totals(), workers = new Workers(), events = new Events(), orders = new Orders(store);
+const totals = new Totals(), workers = new Workers(), events = new Events(), commands = new Commands(store);
 const charts = new Charts(store, (rank) => workers.isShown(rank));
-new Lanes(store);
+new TimeSplits(store);
 let isConnected = false;
 
-function show(news) {
-  const isNew = store.apply(news);
+function show(update) {
+  const isNew = store.apply(update);
   const { small } = store;
   if (isNew) events.clear();
   find("name").textContent = small.name;
-  totals.show(small);
-  workers.show(store.workers, small.totals.samples > 0);
-  events.show(isNew ? store.happened : news.happened ?? [], store.since);
-  if (isNew || news.described || news.workers) showSettings(small, store.workers);
-  charts.offerNames();
+  totals.show(store);
+  workers.show(store);
+  events.show(isNew ? store.happened : update.happened ?? [], store.since);
+  if (isNew || update.described || update.workers) showSettings(small, store.workers);
+  charts.update();
   showState();
   changed();
 }
@@ -44,18 +44,18 @@ function showState() {
   pill.className = `pill ${kind}`;
   find("elapsed").textContent = store.until ? duration(store.until) : "";
   find("where").textContent = isConnected && !isOver() ? `host ${store.small.host?.words ?? ""}` : "";
-  orders.show(Boolean(store.small.may_steer), isOver(), isConnected);
+  commands.show(Boolean(store.small.may_steer), isOver(), isConnected);
 }
 
 function isOver() { return (store.small.described?.exit_code ?? store.small.run?.exit_code ?? null) !== null; }
 
 function state() {
   const { small } = store, code = small.described?.exit_code ?? small.run?.exit_code ?? null;
-  if (isConnected && !small.is_whole) return ["wait", "reading the record"];
+  if (isConnected && !small.is_complete) return ["wait", "reading the record"];
   if (code === STOPPED) return ["", "stopped"];
   if (code !== null) return code === 0 ? ["", "ended well"] : ["bad", `ended with exit code ${code}`];
-  if (!isConnected) return ["bad", "the page has lost its server, and tries again"];
-  if (small.described.asked?.center === "mpi") return small.totals.live ? ["good", "training"] : ["", "nobody trains"]; // it has no host
+  if (!isConnected) return ["bad", "lost the server of this page, retrying"];
+  if (small.described.asked?.center === "mpi") return small.totals.live ? ["good", "training"] : ["", "no worker trains"]; // it has no host
   if (small.host.words.startsWith("has not begun")) return ["wait", "has not begun yet"];
   if (!small.host.is_alive) return ["bad", "the host does not answer"];
   if (small.run.stop) return ["wait", `stopping: ${small.run.stop}`];
@@ -64,7 +64,7 @@ function state() {
 
 let silence = 0;
 function follow() {
-  const source = new EventSource("news");
+  const source = new EventSource("updates");
   const again = () => {
     clearTimeout(silence);
     source.close();

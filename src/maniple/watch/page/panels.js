@@ -1,29 +1,26 @@
-// What is told in words: the totals, the table of workers, events and settings.
+// The parts of the page that are text: totals, the table of workers, events and settings.
 
-import { changed, workerColour } from "./drawing.js";
-import { BAD, GONE } from "./store.js";
-import { bytes, count, duration, number, percent, short, told } from "./words.js";
+import { duration, eventText, formats } from "./format.js";
+import { changed, workerColour } from "./redraw.js";
 
-const MOST_EVENTS = 300;
+const MAX_EVENTS = 300;
 const find = (id) => document.getElementById(id);
 
-// Set a text only where it differs: a reader of the screen is not told again what stays.
+// Set a text only where it differs, so that a screen reader does not repeat it.
 function put(element, text) { if (element.textContent !== text) element.textContent = text; }
 
 export class Totals {
   constructor() { this.cells = new Map(); }
 
-  show({ totals, run }) {
-    const per = totals.samples ? ["samples/s", totals.samples_per_s] : ["steps/s", totals.steps_per_s];
-    const epochs = run.epoch_size ? `${(totals.samples / run.epoch_size).toFixed(2)} epochs` : "";
-    this.#put("rate", per[0], short(per[1]), "", "of all workers, now");
-    this.#put("busy", "busy workers", totals.busy_workers.toFixed(2), `of ${totals.workers}`, "how many workers compute, in the mean; not how many times as fast they are as one");
-    this.#put("goodput", "goodput", percent(totals.goodput), "", "the part of all workers' time spent for training itself");
-    this.#put("sync", "sync share", percent(totals.sync_share), "", "the part of it spent in exchanges and waiting for others");
-    this.#put("live", "workers", String(totals.live), `of ${totals.workers}`, "that train");
-    this.#put("version", "center version", count(totals.version), "", "how many exchanges or rounds have changed the center");
-    this.#put("samples", totals.samples ? "samples" : "steps", short(totals.samples || totals.steps), epochs, "of all workers");
-    this.#put("bytes", "exchanged", ...bytes(totals.bytes).split(" "), "in both directions");
+  show(store) {
+    const { totals, run } = store.small;
+    for (const measure of store.schema.totals) {
+      if (!store.isCounted(measure)) continue;
+      let text = formats[measure.format](totals[measure.name]), note = measure.beside ? `of ${totals[measure.beside]}` : "";
+      if (measure.format === "bytes") [text, note] = text.split(" ");
+      if (measure.name === "samples" && run.epoch_size) note = `${(totals.samples / run.epoch_size).toFixed(2)} epochs`;
+      this.#put(measure.name.replace("steps", "samples"), measure.label, text, note, measure.help); // one cell for either
+    }
   }
 
   #put(key, name, value, unit, help) {
@@ -43,10 +40,11 @@ export class Totals {
   }
 }
 
+// The list of workers. Its columns are the measures with a `cell` in monitor/measures.py.
 export class Workers {
   constructor() {
     this.rows = new Map();
-    this.hidden = new Set(); // ranks that are not wanted in charts
+    this.hidden = new Set(); // ranks that are left out of charts
     find("all").addEventListener("change", (event) => {
       for (const rank of this.rows.keys()) this.hidden[event.target.checked ? "delete" : "add"](rank);
       this.#tick();
@@ -55,29 +53,31 @@ export class Workers {
 
   isShown(rank) { return !this.hidden.has(rank); }
 
-  show(workers, hasSamples) {
-    put(find("speed"), hasSamples ? "samples/s" : "steps/s");
-    for (const one of workers) {
-      const row = this.rows.get(one.rank) ?? this.#add(one.rank);
-      const texts = [
-        one.shown + (one.lives > 1 ? ` (life ${one.lives})` : ""), count(one.step), short(hasSamples ? one.samples_per_s : one.steps_per_s),
-        number(one.loss), percent(one.sync_share), one.staleness === null ? "–" : one.staleness.toFixed(1), one.cores.toFixed(2), bytes(one.memory_bytes),
-      ];
-      texts.forEach((text, i) => put(row.cells[i + 1], text));
-      if (row.dataset.state && row.dataset.state !== one.state) this.#say(one);
+  show(store) {
+    const measures = store.schema.measures.filter((one) => one.cell && store.isCounted(one));
+    this.#showHead(measures);
+    for (const one of store.workers) {
+      const row = this.rows.get(one.rank) ?? this.#add(one.rank, measures.length);
+      put(row.cells[1], one.state_text + (one.lives > 1 ? ` (life ${one.lives})` : ""));
+      measures.forEach(({ name, format }, i) => put(row.cells[i + 2], formats[format](one[name])));
+      if (row.dataset.state && row.dataset.state !== one.state) put(find("said"), `worker ${one.rank} is ${one.state}`);
       row.dataset.state = one.state;
-      row.toggleAttribute("data-is-bad", BAD.has(one.state));
-      row.toggleAttribute("data-is-gone", GONE.has(one.state));
+      row.toggleAttribute("data-is-bad", store.isBad(one.state));
+      row.toggleAttribute("data-is-gone", store.schema.gone_states.includes(one.state));
       row.title = [one.node, one.rule, one.pace].filter(Boolean).join(", ");
     }
   }
 
-  #say(one) { put(find("said"), `worker ${one.rank} is ${one.state}`); }
+  #showHead(measures) {
+    const head = find("workers").tHead.rows[0];
+    while (head.cells.length < measures.length + 2) head.append(Object.assign(document.createElement("th"), { scope: "col" }));
+    measures.forEach(({ cell, help }, i) => { put(head.cells[i + 2], cell); head.cells[i + 2].title = help; });
+  }
 
-  #add(rank) {
+  #add(rank, measures) {
     const body = find("workers").tBodies[0], row = document.createElement("tr");
     row.id = `worker-${rank}`;
-    for (let i = 0; i < 9; i++) row.insertCell();
+    for (let i = 0; i < measures + 2; i++) row.insertCell();
     row.cells[0].innerHTML = `<label><input type="checkbox"><span class="chip"></span>W${Number(rank)}</label>`;
     row.cells[1].className = "state";
     row.querySelector("input").addEventListener("change", (event) => {
@@ -109,26 +109,26 @@ export class Events {
   show(happened, since) {
     const list = find("events"), items = [];
     for (const row of happened) {
-      const words = told(row);
-      if (!words) continue;
+      const event = eventText(row);
+      if (!event) continue;
       const item = document.createElement("li"), time = document.createElement("time"), text = document.createElement("span");
       const seconds = since ? row.timestamp - since : 0;
       time.textContent = (seconds <= -1 ? "−" : "") + duration(Math.abs(seconds));
       time.title = new Date(1000 * row.timestamp).toLocaleString();
-      text.textContent = `${words.who} ${words.text}`;
-      if (words.isBad) text.className = "bad";
+      text.textContent = `${event.who} ${event.text}`;
+      if (event.isBad) text.className = "bad";
       item.append(time, text);
       items.push({ item, at: row.timestamp });
     }
     items.sort((a, b) => b.at - a.at);
     list.prepend(...items.map((one) => one.item));
-    while (list.children.length > MOST_EVENTS) list.lastChild.remove();
+    while (list.children.length > MAX_EVENTS) list.lastChild.remove();
   }
 
   clear() { find("events").replaceChildren(); }
 }
 
-// How many workers share by which rule and pace now, then what was asked for.
+// The rules and paces that workers use now, then the options of the run.
 export function showSettings({ described = {}, folder }, workers) {
   const counted = (name) => {
     const counts = new Map();

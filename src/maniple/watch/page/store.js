@@ -1,39 +1,48 @@
-// What is known of the run: everything first, then what is new. Times are seconds since the first worker began.
+// What is known of the run, put together from updates. Times are seconds since the first worker's start.
 
-export const CENTER = -1;
-export const BAD = new Set(["dead", "failed", "lost", "killed"]);
-export const GONE = new Set(["done", "stopped", "ended", ...BAD]);
-
+export const CENTER = -1; // in place of a rank
+const INTERVAL = 6; // numbers of an interval: begin, end, seconds of the four parts
+const MAX_EVENTS = 2000;
 const EMPTY = new Float32Array(0);
 
 export class Store {
   constructor() { this.clear(); }
 
   clear() {
-    this.small = {};
+    this.small = {}; // values that are sent whole
     this.curves = new Map(); // by kind/name, then by rank: {xs, ys}
-    this.lanes = new Map(); // by rank: stretches of six numbers each
+    this.timeSplits = new Map(); // by rank: intervals of six numbers each
     this.happened = [];
     this.since = 0;
     this.workers = [];
     this.clock = [EMPTY, EMPTY];
   }
 
-  // Take news in; true if the run is seen from another moment, so that nothing known before counts.
-  apply(news) {
-    const isNew = "since" in news;
-    if (isNew) { this.clear(); this.since = news.since; }
-    const { curves = [], lanes = [], happened = [], clock, ...small } = news;
+  // Apply an update; returns true if it starts anew, with times relative to another moment.
+  apply(update) {
+    const isNew = "since" in update;
+    if (isNew) { this.clear(); this.since = update.since; }
+    const { curves = [], time_splits = [], happened = [], clock, ...small } = update;
     Object.assign(this.small, small);
-    if (clock) this.clock = clock.map(numbers);
+    if (clock) this.clock = clock.map(unpacked);
     if (small.workers) this.workers = small.workers.map((row) => this.#worker(row));
-    for (const [kind, name, rank, first, xs, ys] of curves) this.#grow(kind, name, rank, first, numbers(xs), numbers(ys));
-    for (const [rank, first, stretches] of lanes) {
-      this.lanes.set(rank, joined(this.lanes.get(rank) ?? EMPTY, 6 * first, numbers(stretches)));
+    for (const [kind, name, rank, first, xs, ys] of curves) this.#grow(kind, name, rank, first, unpacked(xs), unpacked(ys));
+    for (const [rank, first, intervals] of time_splits) {
+      this.timeSplits.set(rank, joined(this.timeSplits.get(rank) ?? EMPTY, INTERVAL * first, unpacked(intervals)));
     }
-    this.happened = [...this.happened, ...happened].slice(-2000);
+    this.happened = [...this.happened, ...happened].slice(-MAX_EVENTS);
     return isNew;
   }
+
+  // What the server declares about measures, totals and states.
+  get schema() { return this.small.schema; }
+
+  get hasSamples() { return this.small.totals?.samples > 0; }
+
+  // Measures of samples are for runs that count them, those of steps for all others.
+  isCounted(measure) { return !measure.counted || measure.counted === (this.hasSamples ? "samples" : "steps"); }
+
+  isBad(state) { return this.schema.bad_states.includes(state); }
 
   named(kind, name) { return this.curves.get(`${kind}/${name}`) ?? new Map(); }
 
@@ -44,11 +53,11 @@ export class Store {
   get until() { return this.small.run?.until ?? 0; }
 
   // The samples of all workers at a moment.
-  samplesAt(moment) { return between(this.clock[0], this.clock[1], moment); }
+  samplesAt(moment) { return interpolated(this.clock[0], this.clock[1], moment); }
 
   #worker([rank, ...values]) {
     const worker = { rank };
-    this.small.columns.forEach((name, i) => { worker[name] = values[i]; });
+    this.schema.columns.forEach((name, i) => { worker[name] = values[i]; });
     return worker;
   }
 
@@ -67,14 +76,14 @@ function joined(known, first, added) {
   return all;
 }
 
-// Numbers as they travel: float32 in base64.
-function numbers(text) {
+// Arrays travel as float32 in base64.
+function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return new Float32Array(bytes.buffer);
 }
 
-// The first place in sorted `xs` that is not below `x`.
-export function place(xs, x) {
+// The first index of sorted `xs` whose value is not below `x`.
+export function lowerBound(xs, x) {
   let low = 0, high = xs.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -83,9 +92,9 @@ export function place(xs, x) {
   return low;
 }
 
-function between(xs, ys, x) {
+function interpolated(xs, ys, x) {
   if (!xs.length) return 0;
-  const right = place(xs, x);
+  const right = lowerBound(xs, x);
   if (right === 0) return ys[0];
   if (right === xs.length) return ys[ys.length - 1];
   const share = (x - xs[right - 1]) / (xs[right] - xs[right - 1] || 1);

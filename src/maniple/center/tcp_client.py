@@ -1,0 +1,381 @@
+"""The center over TCP, at the worker: one exchange is a series of requests, sent while replies arrive.
+
+If the connection breaks on the way, the worker reconnects and asks the host which items of the exchange were applied.
+Those are not sent again. If the host cannot be reached, the question stays open (`Link.unresolved`): training
+continues, and the question is asked before the next exchange, pull or push.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
+from maniple.center.shared import visiting_order
+from maniple.clock import Deadline
+from maniple.connection.link import Link, check_reply
+from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
+from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.errors import BadFrame, HostAway, ManipleError, WaitedTooLong
+from maniple.layout import Layout
+from maniple.wire.frames import Stream
+from maniple.wire.messages import (
+    AppliedQuery,
+    AppliedReply,
+    CenterBusy,
+    CenterOpened,
+    CreateCenter,
+    ExchangeReply,
+    FindArray,
+    Message,
+    OpenCenter,
+    ParameterValue,
+    PullParameter,
+)
+
+_NO_PROGRESS_S = 60.0  # of an exchange whose connection breaks again and again
+_SMALL_BYTES = 1 << 16  # values up to this size, and _FEW headers, fit into socket buffers: one thread is enough
+_FEW = 256
+_WINDOW = 256  # pulls sent ahead: enough to hide the latency, few enough that their headers fit into the buffers
+_MAX_TABLE_BYTES = 64 << 20
+
+
+class TcpCenter:
+    """One worker's or client's view of a center at a host: its layout, the versions seen, the compression of values."""
+
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        layout: Layout,
+        *,
+        rank: int = 0,
+        wire: str = "float32",
+        deadline_s: float = 60.0,
+        live: Callable[[], int] | None = None,
+    ) -> None:
+        """`live` returns p, the number of live workers, where another connection knows it better."""
+        self.link, self.name, self.layout = link, name, layout
+        self.feedback = ErrorFeedback(layout, wire)
+        self.seen = [0] * len(layout.entries)
+        self._size_bytes = sum(self.feedback.size_bytes(i) for i in range(len(layout.entries)))  # one way
+        self._rank, self._deadline_s = rank, deadline_s
+        self._live, self._last_live = live, 1
+        self._sent: list[Array] | None = None  # changes in flight, of rules that send changes
+
+    @classmethod
+    def open_or_create(
+        cls,
+        link: Link,
+        name: str,
+        model: FlatModel,
+        *,
+        rank: int = 0,
+        wire: str = "float32",
+        note: str = "",
+        deadline_s: float = 60.0,
+        live: Callable[[], int] | None = None,
+    ) -> tuple["TcpCenter", bool]:
+        """Open the center `name` at the host, or create it from `model`; return it and whether it was created."""
+        layout = Layout(model.entries, is_numeric=True)
+        center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
+        return center, retry_until(link, lambda: center._open(model, note), deadline_s)
+
+    def _open(self, model: FlatModel, note: str) -> bool:
+        stream = self.link.stream()
+        stream.send(OpenCenter(self.name, note), self.layout.table)
+        while True:
+            received, size = stream.receive()
+            message = check_reply(received, Message)
+            if isinstance(message, CenterOpened):
+                table = bytes(stream.receive_bytes(size, at_most=_MAX_TABLE_BYTES))
+                self.layout.require(Layout.from_table(table), "the center")
+                self._last_live = message.live
+                return message.created
+            if isinstance(message, CreateCenter):
+                model.begin()
+                for i in range(len(self.layout.entries)):
+                    stream.send(ParameterValue(i), model.array(i))
+                    model.commit(i)
+            elif isinstance(message, CenterBusy):
+                raise HostAway("another worker is creating the center")
+            else:
+                raise BadFrame(f"CenterOpened was expected, and {type(message).__name__} came.")
+
+    @property
+    def live(self) -> int:
+        """p, the number of live workers according to the host's last message."""
+        return self._last_live if self._live is None else self._live()
+
+    def exchange(
+        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+    ) -> Outcome:
+        """Apply `rule` to every parameter of `model` and of the center.
+
+        Raises:
+            HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
+        """
+        bytes_before = self.link.wire_bytes
+        self.link.stream()  # raises HostAway before anything is changed
+        model.begin()
+        self._resolve_earlier()
+        operation = rule.operation(moment) if _host_can_apply(rule) else None
+        if operation is None:
+            outcome = self._swap(Swap(self, model, rule, memory, moment))
+        elif operation.is_change:
+            assert memory is not None
+            if self._sent is None:
+                self._sent = self.layout.views(self.layout.allocate())
+            outcome = self._run(SendChanges(self, model, operation, rule, memory=memory, sent=self._sent))
+        else:
+            values = SendValues(self, model, operation, rule, memory)
+            outcome = self._run(values)
+            self._replace_nonfinite(model, values.refused)
+        outcome.wire_bytes = self.link.wire_bytes - bytes_before
+        return outcome
+
+    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+        """Set the center to `model`, except for parameters that are not finite."""
+
+        def push() -> Outcome:
+            model.begin()
+            self._resolve_earlier()
+            return self._run(Replace(self, model, on_value), ways=1)
+
+        return retry_until(self.link, push, self._deadline_s)
+
+    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+        """Set `model` to the center; `on_value` receives each parameter's value."""
+        stale: dict[int, int] = {}
+
+        def update(i: int, value: Array, version: int) -> None:
+            x = model.array(i)
+            x[:] = value
+            self.layout.round(i, x)
+            stale.setdefault(i, max(0, version - self.seen[i]) // 2)
+            if not peek:
+                self.seen[i] = version
+            if on_value is not None:
+                on_value(i, x)
+            model.commit(i)
+
+        def pull() -> list[str]:
+            if not peek:  # the caller discards what it peeked at, so that must not resolve anything
+                self._resolve_earlier()
+            model.begin()
+            return self.fetch(self._order(), update)
+
+        torn = retry_until(self.link, pull, self._deadline_s)
+        return Outcome(size_bytes=self._size_bytes, staleness=sum(stale.values()) / len(self.seen), torn=torn)
+
+    def fetch(
+        self, wanted: Sequence[int], on_value: Callable[[int, Array, int], None], *, is_plain: bool = False
+    ) -> list[str]:
+        """Call `on_value(i, value, version)` for each wanted parameter; return the names of torn ones."""
+        stream, torn = self.link.stream(), list[str]()
+        for start in range(0, len(wanted), _WINDOW):
+            window = wanted[start : start + _WINDOW]
+            for i in window:
+                stream.send(PullParameter(self.name, i, self.feedback.codec(i, is_plain=is_plain).name))
+            for i in window:
+                received, size = stream.receive()
+                message = check_reply(received, ParameterValue)
+                if message.i != i:
+                    raise BadFrame(f"the value of parameter {i} was expected, and that of {message.i} came.")
+                on_value(i, self.feedback.receive(i, stream, size, is_plain=is_plain), message.version)
+                if message.is_torn:
+                    torn.append(self.layout.entries[i].name)
+        return torn
+
+    def release(self) -> None:
+        """Do nothing: no memory of the center is mapped here."""
+
+    def close(self) -> None:
+        """Do nothing: the link belongs to the worker."""
+
+    def _run(self, contribution: Contribution, *, ways: int = 2) -> Outcome:
+        """Contribute to all parameters. After a break, continue with those that were not applied."""
+        outcome = Outcome(size_bytes=ways * self._size_bytes)
+        waiting, deadline = self._order(), Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+        while waiting:
+            unapplied = self._run_once(contribution, waiting, outcome)
+            if len(unapplied) < len(waiting):
+                deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+            elif deadline.is_over():
+                raise HostAway(f"the connection to the host keeps breaking: {self.link.reason}")
+            waiting = unapplied
+        return outcome
+
+    def _run_once(self, contribution: Contribution, parameters: list[int], outcome: Outcome) -> list[int]:
+        """Contribute to some parameters; return those that a break left unapplied."""
+        exchange = PendingExchange(self, parameters, contribution)
+        self.link.unresolved.append(exchange.resolve)
+        unapplied: list[int] = []
+        try:
+            with dropped_on_error(self.link):
+                exchange.run(outcome)
+        except ManipleError:
+            raise
+        except OSError:
+            unapplied = self._resolve(exchange.resolve)
+        self.link.unresolved.remove(exchange.resolve)
+        self._last_live = outcome.live or self._last_live
+        return unapplied
+
+    def _swap(self, swap: Swap) -> Outcome:
+        outcome = Outcome(size_bytes=2 * self._size_bytes)
+        for i in self._order():
+            deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+            swap.is_done, torn = False, list[str]()
+            while not swap.is_done:
+                if deadline.is_over():
+                    raise WaitedTooLong(
+                        f"waited {_NO_PROGRESS_S:g} s to swap {self.layout.entries[i].name!r}, which other workers "
+                        "keep writing. Exchange less often, or use a rule that the host applies (easgd, asgd, "
+                        "downpour)."
+                    )
+                try:
+                    torn = swap.compute(i)
+                except ManipleError:
+                    raise
+                except OSError as error:
+                    self.link.drop(str(error))
+                    continue
+                self._run_once(swap, [i], outcome)
+            outcome.torn += torn
+            outcome.staleness += swap.staleness / len(self.layout.entries)
+            if not swap.is_clean:
+                outcome.refused.append(self.layout.entries[i].name)
+        return outcome
+
+    def _resolve(self, resolve: Callable[[], list[int]]) -> list[int]:
+        try:
+            return retry_until(self.link, resolve, _NO_PROGRESS_S, waits_for_host=False)
+        except HostAway:
+            raise
+        except ManipleError as error:
+            raise HostAway(f"the host cannot tell what it has applied: {error}") from error
+
+    def _resolve_earlier(self) -> None:
+        """Resolve what earlier exchanges have left open, of all centers on this link: the host remembers only a
+        worker's newest exchange."""
+        while self.link.unresolved:
+            self._resolve(self.link.unresolved[0])
+            self.link.unresolved.pop(0)
+
+    def _replace_nonfinite(self, model: FlatModel, parameters: Sequence[int]) -> None:
+        """Set the non-finite elements of some parameters to the center's."""
+
+        def replace(i: int, c: Array, _: int) -> None:
+            x = model.array(i)
+            np.copyto(x, c, where=~np.isfinite(x))
+            model.commit(i)
+
+        try:
+            self.fetch(parameters, replace, is_plain=True)
+        except ManipleError:
+            raise
+        except OSError as error:  # the next exchange sends them again, and they are refused again
+            self.link.drop(str(error))
+
+    def _order(self) -> list[int]:
+        return visiting_order(len(self.layout.entries), self._rank, self.live)
+
+
+class PendingExchange:
+    """One exchange in progress: which items were acknowledged and, after a break, which were applied."""
+
+    def __init__(self, center: TcpCenter, parameters: list[int], contribution: Contribution) -> None:
+        self._center, self._parameters, self._contribution = center, parameters, contribution
+        self._acknowledged = 0
+        self._lost_replies: list[int] | None = None  # applied, but not acknowledged; None: not known yet
+        self._unapplied: list[int] = []
+        center.link.sequence += 1
+        self._sequence = center.link.sequence
+
+    def run(self, outcome: Outcome) -> None:
+        """Send all requests and receive all replies; OSError if the connection breaks."""
+        stream = self._center.link.stream()
+        if outcome.size_bytes <= _SMALL_BYTES and len(self._parameters) <= _FEW:
+            self._send(stream)
+            self._receive(stream, outcome)
+            return
+        failures: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                self._send(stream)
+            except BaseException as error:
+                failures.append(error)
+                stream.abort()  # wakes the thread that waits for replies
+
+        sender = threading.Thread(target=send, name="maniple-send", daemon=True)
+        sender.start()
+        try:
+            self._receive(stream, outcome)
+        except BaseException:
+            stream.abort()
+            raise
+        finally:
+            sender.join()
+            if failures and not isinstance(failures[0], OSError):
+                raise failures[0]
+
+    def resolve(self) -> list[int]:
+        """After a break: handle lost replies, and return what was not applied. If it breaks again, call again."""
+        if self._lost_replies is None:
+            center, waiting = self._center, self._parameters[self._acknowledged :]
+            applied = query_applied(center.link, center.name, self._sequence, self._acknowledged, waiting)
+            self._unapplied = [i for i, was_applied in zip(waiting, applied, strict=True) if not was_applied]
+            self._lost_replies = [i for i, was_applied in zip(waiting, applied, strict=True) if was_applied]
+        if self._lost_replies:
+            self._contribution.begin()
+        while self._lost_replies:
+            self._contribution.on_lost_reply(self._lost_replies[0])
+            self._lost_replies.pop(0)
+        return self._unapplied
+
+    def _send(self, stream: Stream) -> None:
+        contribution = self._contribution
+        for item, i in enumerate(self._parameters):
+            stream.send(contribution.request(i, self._sequence, item), contribution.payload(i))
+
+    def _receive(self, stream: Stream, outcome: Outcome) -> None:
+        entries = self._center.layout.entries
+        for item, i in enumerate(self._parameters):
+            received, size = stream.receive()
+            reply = check_reply(received, ExchangeReply)
+            if reply.item != item:
+                raise BadFrame(f"the reply to item {item} was expected, and that to item {reply.item} came.")
+            self._contribution.on_reply(i, reply, stream, size)
+            self._acknowledged = item + 1
+            outcome.staleness += reply.staleness / len(entries)
+            outcome.live = reply.live
+            if reply.is_torn:
+                outcome.torn.append(entries[i].name)
+            if not reply.is_clean:
+                outcome.refused.append(entries[i].name)
+
+
+def find_layout(link: Link, name: str) -> Layout:
+    """Return the layout of the center or array `name` at the host; InvalidArgument if there is none."""
+    _, table = link.request(FindArray(name), reply=CenterOpened, max_reply_bytes=_MAX_TABLE_BYTES)
+    return Layout.from_table(bytes(table))
+
+
+def query_applied(link: Link, center: str, sequence: int, first: int, parameters: Sequence[int]) -> list[bool]:
+    """Ask the host which items of exchange `sequence`, from `first` on, it has applied."""
+    query, payload = AppliedQuery(center, sequence, first), np.array(parameters, np.int64)
+    _, applied = link.request(query, payload, reply=AppliedReply, max_reply_bytes=len(parameters))
+    if len(applied) != len(parameters):
+        raise BadFrame(f"{len(parameters)} items were asked about, and the host answered for {len(applied)}.")
+    return [bool(byte) for byte in applied]
+
+
+def _host_can_apply(rule: Exchanger) -> bool:
+    """Whether `operation` describes what `exchange` does: a subclass may override `exchange` alone."""
+
+    def definer(method: str) -> type:
+        return next(kind for kind in type(rule).__mro__ if method in vars(kind))
+
+    return issubclass(definer("operation"), definer("exchange"))

@@ -1,0 +1,566 @@
+"""The center over TCP, at the host: serves the data connection of one worker or client.
+
+`CenterService` receives a value into the worker's staging file, locks the parameter, applies the operation
+(`staging`) and sends the reply. Everything that arrives is checked before it is applied. Only the newest connection of
+a worker may apply anything (`WorkerSessions`): what still arrives on an older one is void.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from maniple.center.arrays import ARRAY, GivenValues, array_names, center_file
+from maniple.center.shared import LOCK_TIMEOUT_S, SharedCenter
+from maniple.center.staging import MAX_ITEMS, ROWS, Intent, StagingFile, StagingFiles, applied_number
+from maniple.clock import Deadline
+from maniple.contracts import Array
+from maniple.errors import BadFrame, InvalidArgument, ManipleError, SharedMemoryFull, WaitedTooLong
+from maniple.layout import Layout
+from maniple.memory.segment import Segment, file_bytes
+from maniple.rules.kernels import numpy_kernels as blocks
+from maniple.wire.codecs import CODECS, Codec
+from maniple.wire.frames import NO_TIMEOUT_S, TIMEOUT_S, Stream
+from maniple.wire.messages import (
+    AppliedQuery,
+    AppliedReply,
+    ArrayList,
+    ArraysSaved,
+    CenterBusy,
+    CenterOpened,
+    CreateCenter,
+    ExchangeReply,
+    ExchangeRequest,
+    FindArray,
+    Goodbye,
+    ListArrays,
+    Message,
+    OpenCenter,
+    ParameterValue,
+    PullElements,
+    PullParameter,
+    PushElements,
+    SaveArrays,
+    refusal_of,
+)
+
+T = TypeVar("T")
+_WITHOUT_PAYLOAD = (PullParameter, FindArray, ListArrays, SaveArrays)
+_OPERATIONS = ("elastic", "blend", "compensated", "replace", "swap")
+_ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
+_MAX_SEQUENCE = 1 << 38  # with the 24 bits of an item it fits into an int64
+_MAX_TABLE_BYTES = 16 << 20
+_MAX_ENTRIES = 100_000  # a table becomes Python objects of some hundred bytes per entry
+_MAX_QUERIED = 1 << 20  # items of one AppliedQuery
+_MIN_ELEMENTS = 1 << 16  # may be requested at once even of a smaller array, since positions may repeat
+_MAX_OPEN = 32  # centers that one connection keeps open
+_FILES_PER_CENTER = 2  # the locks and the mapping
+_OPEN_SHARE = 4  # all connections together may use 1/4 of this process's file descriptors for centers
+MAX_FILES = 100_000  # arrays, staging files, tables of leases and slots of feeds together
+_FREE_SHARE = 0.9  # of the memory that is free when the server starts: other programs need some
+_FRESH_S = 1.0  # how long a measured size is used; what was granted since then is added
+
+
+class MemoryQuota:
+    """Grants shared memory to remote workers and clients, up to `limit_bytes` (default: 90 % of what is free) and
+    `MAX_FILES` files.
+
+    Any client with the token may create arrays, and each connection needs room for values in flight. All of that lies
+    in the run's segment, so the size of that folder is the measure. It includes what local workers have created, and
+    is still known after the server process was killed.
+    """
+
+    def __init__(self, segment: Path, limit_bytes: int = 0) -> None:
+        self._segment = segment
+        self._lock = threading.Lock()
+        self._measure()
+        space = os.statvfs(segment)
+        self.limit_bytes = limit_bytes or self._bytes + int(_FREE_SHARE * space.f_bavail * space.f_frsize)
+
+    def take(self, size_bytes: int, *, files: int = 0) -> None:
+        """Grant memory for new files or for growing ones; SharedMemoryFull if that exceeds the quota."""
+        with self._lock:
+            is_over = self._bytes + size_bytes > self.limit_bytes or (files and self._files + files > MAX_FILES)
+            if is_over or time.monotonic() - self._measured > _FRESH_S:  # some may have been freed
+                self._measure()
+            if size_bytes and self._bytes + size_bytes > self.limit_bytes:
+                raise SharedMemoryFull(
+                    f"no room in {self._segment} for {size_bytes / 1e6:,.1f} MB more: the run holds "
+                    f"{self._bytes / 1e6:,.1f} MB of the {self.limit_bytes / 1e6:,.1f} MB that it may take for workers "
+                    "and clients elsewhere. Remove what fills it, or start the host with a larger --max-memory."
+                )
+            if files and self._files + files > MAX_FILES:
+                raise SharedMemoryFull(
+                    f"no more arrays can be created in {self._segment}: it has {self._files:,} files (limit "
+                    f"{MAX_FILES:,}). Put several values into one array, or close clients."
+                )
+            self._bytes += size_bytes
+            self._files += files
+
+    def _measure(self) -> None:
+        self._measured, self._bytes, self._files = time.monotonic(), *_size(self._segment)
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Bytes and number of files in a folder and its subfolders. Files that are being removed may be missed."""
+    size = files = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += 512 * os.lstat(f"{where}/{name}").st_blocks
+                files += 1
+    return size, files
+
+
+class WorkerLeft(ConnectionError):
+    """The worker has sent `Goodbye`."""
+
+
+class Superseded(ConnectionError):
+    """The worker has made a newer connection; this one may not apply anything any more."""
+
+
+class CenterService:
+    """One worker's data connection, at the host."""
+
+    def __init__(
+        self,
+        session: "WorkerSession",
+        segment: Segment,
+        worker: str,
+        *,
+        rank: Callable[[], int],
+        staging: StagingFiles,
+        included: Callable[[str, str, int, int], bool],
+        recalled: Callable[[str], bool],
+        save: Callable[[str], str],
+        quota: MemoryQuota,
+    ) -> None:
+        """Two functions describe the snapshot from which the center was restored.
+
+        `included(worker, center, parameter, applied number)`: whether it contains that contribution;
+        `recalled(worker)`: whether it knows that worker at all. `save` writes all values to a file of the run folder.
+        """
+        self._session, self._stream = session, session.stream
+        self._segment, self._worker, self._rank = segment, worker, rank
+        self._included, self._recalled, self._save = included, recalled, save
+        self._files, self._quota = staging, quota
+        with session.active():
+            self._staging = staging.open(worker, quota.take)
+        self._centers: OrderedDict[str, SharedCenter] = OrderedDict()  # the least recently used first
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            OpenCenter: self._open_center,
+            ExchangeRequest: self._exchange,
+            PullParameter: self._pull,
+            AppliedQuery: self._query_applied,
+            PullElements: self._pull_elements,
+            PushElements: self._push_elements,
+            FindArray: self._find_array,
+            ListArrays: self._list_arrays,
+            SaveArrays: self._save_arrays,
+        }
+
+    def serve(self) -> None:
+        """Handle messages until the connection ends (ConnectionError) or an invalid one comes (BadFrame)."""
+        try:
+            while True:
+                self._handle(*self._stream.receive())
+        finally:
+            self._handlers.clear()  # breaks the reference cycle, so that memory is freed at once
+            while self._centers:
+                self._close_oldest()
+            with contextlib.suppress(Superseded), self._session.active():
+                self._files.retire(self._worker, self._staging)
+            self._staging.close()
+
+    def _handle(self, message: Message, size: int) -> None:
+        if isinstance(message, Goodbye):
+            raise WorkerLeft("the worker has left")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise BadFrame(f"{type(message).__name__} is not a request of a worker.")
+        if isinstance(message, _WITHOUT_PAYLOAD):
+            _check_size(size, 0)
+        try:
+            handler(message, size)
+        except MemoryError:
+            raise BadFrame(f"{type(message).__name__} asked for more memory than there is.") from None
+        except ManipleError as error:
+            if isinstance(error, BadFrame) or not isinstance(message, FindArray | PullParameter | SaveArrays):
+                raise  # ends the connection: what follows in the stream relies on this request
+            self._stream.send(refusal_of(error))
+
+    # Exchanges
+
+    def _exchange(self, message: ExchangeRequest, size: int) -> None:
+        i = message.i
+        center, array = self._parameter(message.center, i)
+        codec = _checked_codec(message.codec, array)
+        if message.answer not in _ANSWERS:
+            raise BadFrame(f"{message.answer!r} is not a kind of answer.")
+        _check_size(size, codec.size_bytes(array.size, array.itemsize))
+        _check_operation(array, message.operation, message.a, message.b)
+        self._finish_pending()
+        with self._session.active():
+            value = _receive_value(self._stream, self._staging, codec, array)
+
+        def apply() -> tuple[Any, ...]:
+            applied = self._next_applied(message.sequence, message.item)
+            is_torn, version = center.is_torn(i), center.version(i)
+            staleness = max(0, version - message.seen) // 2
+            operation, b = message.operation, message.b
+            is_clean, is_done = True, operation != "swap" or version == message.seen
+            if operation in {"swap", "replace"} and not np.isfinite(value).all():
+                is_clean = False
+                self._staging.skip(applied)
+            elif is_done:
+                if operation == "compensated":
+                    operation, b = "blend", b / (staleness + 1)
+                intent = Intent(center.name, i, operation, message.a, b, applied, array.size)
+                is_clean = self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer])
+            reply = ExchangeReply(
+                message.item, center.version(i), staleness, self._segment.live, is_clean, is_torn, is_done
+            )
+            return (reply,) if message.answer == "none" else (reply, _pack_in_place(codec, value))
+
+        self._stream.send(*self._with_lock(center, i, apply))
+
+    def _pull(self, message: PullParameter, _: int) -> None:
+        center, array = self._parameter(message.center, message.i)
+        codec = _checked_codec(message.codec, array)
+
+        def copy() -> tuple[ParameterValue, Array]:
+            value = self._staging.reserve(array.nbytes).view(array.dtype)
+            value[:] = array
+            reply = ParameterValue(message.i, center.version(message.i), center.is_torn(message.i))
+            return reply, _pack_in_place(codec, value)
+
+        self._stream.send(*self._with_lock(center, message.i, copy))
+
+    def _query_applied(self, message: AppliedQuery, size: int) -> None:
+        if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < _MAX_SEQUENCE:
+            raise BadFrame(f"a query about item {message.first} of exchange {message.sequence}, which cannot exist.")
+        parameters = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * _MAX_QUERIED), np.int64)
+        self._finish_pending()
+        sequence, items = self._staging.position
+        if message.sequence < sequence:
+            raise BadFrame(f"a query about exchange {message.sequence}, after {sequence} has begun.")
+        if not self._staging.is_known and (self._files.forgotten or not self._recalled(self._worker)):
+            raise InvalidArgument(
+                f"this host does not know any more whether exchange {message.sequence} of this worker was applied: it "
+                f"remembers {ROWS:,} workers and clients, and as many others have connected since. Check the center's "
+                "values, and restart the worker."
+            )
+        file = center_file(message.center)
+
+        def was_applied(item: int, i: int) -> bool:
+            if sequence == message.sequence:
+                return item < items
+            return self._included(self._worker, file, i, applied_number(message.sequence, item + 1))
+
+        applied = bytes(was_applied(item, int(i)) for item, i in enumerate(parameters, message.first))
+        self._stream.send(AppliedReply(), applied)
+
+    def _with_lock(self, center: SharedCenter, i: int, call: Callable[[], T]) -> T:
+        """Make a call under the lock of parameter i, as the active session.
+
+        The session is not held while the lock is waited for, so that a newer connection of the worker need not wait.
+        """
+        deadline = Deadline(LOCK_TIMEOUT_S)
+        while True:
+            with self._session.active():
+                if center.try_lock(i):
+                    try:
+                        return call()
+                    finally:
+                        center.unlock(i)
+            deadline.wait(center.describe_lock(i))
+
+    def _finish_pending(self) -> None:
+        """Complete a contribution that an error, such as a lack of memory, has left half-applied."""
+        intent = self._staging.pending()
+        center = SharedCenter.open(self._segment, self._segment.path / intent.center) if intent is not None else None
+        if intent is not None and center is not None:
+            with contextlib.closing(center):
+                self._with_lock(center, intent.i, lambda: self._staging.finish(center, intent.i))
+
+    def _next_applied(self, sequence: int, item: int) -> int:
+        """The applied number after this item, which must be the next of its exchange or the first of a newer one."""
+        known, items = self._staging.position
+        is_next = (sequence == known and item == items) or (sequence > known and item == 0)
+        if not is_next or not 0 <= item < MAX_ITEMS or not 0 < sequence < _MAX_SEQUENCE:
+            raise BadFrame(f"item {item} of exchange {sequence} came after {items} items of {known}.")
+        return applied_number(sequence, item + 1)
+
+    # Named arrays
+
+    def _pull_elements(self, message: PullElements, size: int) -> None:
+        center, array = self._parameter(message.center, 0)
+        _check_size(size, 8 * _checked_count(message.count, array))
+        positions = np.empty(message.count, np.int64)
+        self._stream.receive_into(positions)
+        _check_positions(positions, array)
+        with center.locked(0):
+            version, values = center.version(0), array[positions]
+        self._stream.send(ParameterValue(0, version), values)
+
+    def _push_elements(self, message: PushElements, size: int) -> None:
+        center, array = self._parameter(message.center, 0)
+        _check_size(size, _checked_count(message.count, array) * (8 + array.itemsize))
+        positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
+        self._stream.receive_into(positions)
+        self._stream.receive_into(values)
+        _check_positions(positions, array)
+        _check_operation(array, "blend", message.alpha, message.beta)
+        self._finish_pending()
+
+        def apply() -> ExchangeReply:
+            applied = self._next_applied(message.sequence, 0)
+            alpha, beta = message.alpha, message.beta
+            intent = Intent(center.name, 0, "blend", alpha, beta, applied, message.count, is_sparse=True)
+            is_torn = center.is_torn(0)
+            is_clean = self._staging.commit_at(center, intent, positions, values)
+            return ExchangeReply(0, center.version(0), 0, self._segment.live, is_clean, is_torn, True)
+
+        self._stream.send(self._with_lock(center, 0, apply))
+
+    def _find_array(self, message: FindArray, _: int) -> None:
+        self._stream.send(CenterOpened(False, self._segment.live), self._center(message.center).layout.table)
+
+    def _list_arrays(self, *_: object) -> None:
+        self._stream.send(ArrayList(), json.dumps(array_names(self._segment)).encode())
+
+    def _save_arrays(self, message: SaveArrays, _: int) -> None:
+        try:
+            path = self._save(message.path)
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, ManipleError):
+                raise
+            raise InvalidArgument(f"{message.path!r} cannot be written at the host: {error}.") from None
+        self._stream.send(ArraysSaved(path))
+
+    # Open centers
+
+    def _open_center(self, message: OpenCenter, size: int) -> None:
+        model = _ReceivedModel(self._stream, self._staging, size)
+        if message.center.startswith(ARRAY) and [ARRAY + e.name for e in model.entries] != [message.center]:
+            raise BadFrame(f"the table of {message.center!r} describes something else than one array of that name.")
+        file = center_file(message.center)
+        path = self._segment.path / file
+        if not path.exists() or path.stat().st_size == 0:  # its memory is not reserved yet
+            self._quota.take(file_bytes(model.layout), files=1)
+        self._stream.set_timeout(TIMEOUT_S)  # a silent creator must not block other creators
+        try:
+            center, is_creator = SharedCenter.open_or_create(
+                self._segment, file, model, rank=self._rank(), note=message.note, timeout_s=0
+            )
+        except WaitedTooLong:
+            self._stream.send(CenterBusy())
+        else:
+            center.close()
+            self._stream.send(CenterOpened(is_creator, self._segment.live), center.layout.table)
+        self._stream.set_timeout(NO_TIMEOUT_S)
+
+    def _parameter(self, name: str, i: int) -> tuple[SharedCenter, Array]:
+        center = self._center(name)
+        if not 0 <= i < len(center.layout.entries):
+            raise BadFrame(f"{name} has no parameter {i}.")
+        return center, center.array(i)
+
+    def _center(self, name: str) -> SharedCenter:
+        center = self._centers.get(name)
+        if center is not None:
+            self._centers.move_to_end(name)
+            return center
+        center = SharedCenter.open(self._segment, self._segment.path / center_file(name), rank=self._rank())
+        if center is None:
+            what = f"array named {name.removeprefix(ARRAY)!r}" if name.startswith(ARRAY) else f"center {name!r}"
+            raise InvalidArgument(f"the host has no {what}. Create it first; names() lists the existing ones.")
+        self._centers[name] = center
+        _open_centers.add(1)
+        while len(self._centers) > _MAX_OPEN or (len(self._centers) > 1 and _open_centers.are_too_many):
+            self._close_oldest()
+        return center
+
+    def _close_oldest(self) -> None:
+        _, center = self._centers.popitem(last=False)
+        center.close()
+        _open_centers.add(-1)
+
+
+class WorkerSessions:
+    """The newest data connection of each worker. Only that one may apply anything."""
+
+    def __init__(self, staging: StagingFiles) -> None:
+        self.staging = staging
+        self._lock = threading.Lock()
+        self._sessions: dict[str, WorkerSession] = {}
+
+    def start(self, worker: str, stream: Stream) -> "WorkerSession":
+        """Make `stream` the connection of `worker`, once the older one has completed what it is applying."""
+        with self._lock:
+            before = self._sessions.get(worker)
+            session = WorkerSession(stream, threading.Lock() if before is None else before.lock)
+            self._sessions[worker] = session
+        if before is not None:
+            before.supersede()
+        return session
+
+    def end(self, worker: str, session: "WorkerSession") -> None:
+        """Remove a session that has ended, unless the worker has a newer one."""
+        with self._lock:
+            if self._sessions.get(worker) is session:
+                del self._sessions[worker]
+
+    def forget(self, worker: str) -> None:
+        """End the session of a worker that has left, and forget what was applied for it."""
+        with self._lock:
+            session = self._sessions.pop(worker, None)
+        if session is not None:
+            session.supersede()
+        self.staging.forget(worker)
+
+
+class WorkerSession:
+    """One data connection of a worker."""
+
+    def __init__(self, stream: Stream, lock: threading.Lock) -> None:
+        self.stream, self.lock = stream, lock
+        self._is_superseded = False
+
+    @contextlib.contextmanager
+    def active(self) -> Generator[None]:
+        """Keep newer sessions from starting for the length of a `with` block; Superseded if one has started."""
+        with self.lock:
+            if self._is_superseded:
+                raise Superseded("the worker has reconnected")
+            yield
+
+    def supersede(self) -> None:
+        """End the session, once it has completed what it is applying."""
+        self.stream.abort()
+        with self.lock:
+            self._is_superseded = True
+
+
+class _OpenCenters:
+    """Counts the centers that all connections of this process keep open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._count += count
+
+    @property
+    def are_too_many(self) -> bool:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return limit != resource.RLIM_INFINITY and self._count * _FILES_PER_CENTER > limit // _OPEN_SHARE
+
+
+_open_centers = _OpenCenters()
+
+
+class _ReceivedModel(GivenValues):
+    """The model of a remote creator, whose values are received one by one when the center is created."""
+
+    def __init__(self, stream: Stream, staging: StagingFile, table_bytes: int) -> None:
+        table = bytes(stream.receive_bytes(table_bytes, at_most=_MAX_TABLE_BYTES))
+        try:
+            self.layout = Layout.from_table(table)
+        except ManipleError:
+            raise
+        except Exception as error:  # a hostile table may raise anything
+            raise BadFrame(f"the table of parameters cannot be read: {error}") from None
+        super().__init__(self.layout.entries, self._receive)
+        self._stream, self._staging = stream, staging
+        if len(self.entries) > _MAX_ENTRIES:
+            raise BadFrame(f"a table of {len(self.entries):,} parameters came (limit {_MAX_ENTRIES:,}).")
+
+    def begin(self) -> None:
+        self._stream.send(CreateCenter())
+
+    def _receive(self, i: int) -> Array:
+        message, size = self._stream.receive()
+        dtype, start, stop = self.layout.places[i]
+        if not isinstance(message, ParameterValue) or message.i != i:
+            raise BadFrame(f"the value of parameter {i} was expected.")
+        _check_size(size, (stop - start) * np.dtype(dtype).itemsize)
+        value = self._staging.reserve(size).view(dtype)
+        self._stream.receive_into(value)
+        return value
+
+
+def _receive_value(stream: Stream, staging: StagingFile, codec: Codec, like: Array) -> Array:
+    """Receive a value with the dtype and size of `like` into the staging file."""
+    size = codec.size_bytes(like.size, like.itemsize)
+    if codec.is_plain:
+        value = staging.reserve(size)
+        stream.receive_into(value)
+        return value.view(like.dtype)
+    # Compressed values are received at the end of the memory, and decompressed towards its start, over themselves.
+    room = staging.reserve(like.nbytes + -(-size // 32) * 8)
+    data = room[room.size - size :]
+    stream.receive_into(data)
+    value = room[: like.nbytes].view(like.dtype)
+    codec.unpack(data, value)
+    return value
+
+
+def _pack_in_place(codec: Codec, value: Array) -> Array:
+    """Compress `value` into its own memory, and return the bytes."""
+    if codec.is_plain:
+        return value
+    data = value.view(np.uint8)
+    size = codec.size_bytes(value.size, value.itemsize)
+    if size > data.size:  # of a few values only, with their scale
+        data = np.empty(size, np.uint8)
+    codec.pack(value, data[:size])
+    return data[:size]
+
+
+def _check_size(size: int, expected: int) -> None:
+    if size != expected:
+        raise BadFrame(f"a payload of {size} bytes came where {expected} were expected.")
+
+
+def _checked_codec(name: str, array: Array) -> Codec:
+    if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
+        raise BadFrame(f"{array.dtype} values cannot be sent as {name!r}.")
+    return CODECS[name]
+
+
+def _check_operation(array: Array, operation: str, a: float, b: float) -> None:
+    """Check everything that could fail later: nothing may fail once a contribution is being applied."""
+    if operation not in _OPERATIONS:
+        raise BadFrame(f"{operation!r} is not an operation (one of {', '.join(_OPERATIONS)}).")
+    is_integer = array.dtype.kind in "iu"
+    for weight in (a, b):
+        if not math.isfinite(weight) or (is_integer and not (isinstance(weight, int) and abs(weight) < 1 << 63)):
+            raise BadFrame(f"{weight} cannot be a weight for {array.dtype} values.")
+    if operation == "elastic" and array.dtype.kind != "f":
+        raise BadFrame(f"{array.dtype} values cannot move elastically.")
+
+
+def _checked_count(count: int, array: Array) -> int:
+    """Limit the number of single elements, for which memory is allocated before they arrive."""
+    limit = max(array.size, _MIN_ELEMENTS)
+    if not 0 <= count <= limit:
+        raise BadFrame(f"{count:,} elements cannot be requested at once (limit {limit:,}). Request fewer.")
+    return count
+
+
+def _check_positions(positions: Array, array: Array) -> None:
+    if positions.size and not (positions.min() >= 0 and positions.max() < array.size):
+        raise BadFrame(f"positions lie outside of the array's {array.size} elements.")

@@ -1,0 +1,1 @@
+"""Collective calls: reductions, broadcast, gather and scatter over shared memory, torch.distributed or MPI."""

@@ -1,0 +1,11 @@
+"""State of a run, understood from the rows in its folder, while it goes on or afterwards.
+
+`RunState` follows all rows with bounded memory: the state of each worker, totals, series and time splits. `measures`
+declares every number that is shown of them.
+"""
+
+from maniple.monitor.run_state import Overall, RunState, Totals
+from maniple.monitor.series import CENTER, NamedSeries, Series
+from maniple.monitor.worker_state import WorkerState
+
+__all__ = ["CENTER", "NamedSeries", "Overall", "RunState", "Series", "Totals", "WorkerState"]

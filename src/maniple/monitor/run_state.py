@@ -1,0 +1,396 @@
+"""State of a run, read from the rows in its folder while it goes on or afterwards."""
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import cast
+
+import numpy as np
+
+from maniple.clock import clock
+from maniple.monitor.measures import MEASURES, Logged
+from maniple.monitor.row_reader import ProgressRow, column, read_rows
+from maniple.monitor.series import CENTER, NamedSeries, Series, TimeSplit
+from maniple.monitor.worker_state import Counts, Intervals, WorkerState
+from maniple.record import Row, RunFolder, Tails
+from maniple.record.events import parse_events
+
+# Events of the host and the server about a worker, and the state they put it in.
+_STATES = {
+    "started": "starting",
+    "joined": "training",
+    "restarted": "training",
+    "returned": "training",
+    "given up": "lost",
+    "lost": "lost",
+    "left": "done",
+}
+# Events of workers that are too ordinary for a list of what happened.
+_ORDINARY = {"join", "validated", "validation", "epoch", "sampler", "share", "leave", "waiting"}
+_ASKED_TO_END = {143, -15, 130, -2}  # exit codes after SIGTERM and SIGINT
+_MAX_EVENTS = 2000
+_FINE_BUCKETS = 500_000  # of the finest series, over all workers; four points each, see Series
+_BAD_VALUES = (KeyError, TypeError, ValueError, OverflowError)  # of a row that maniple did not write
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A run in a few numbers. `measures.RUN_MEASURES` says how each is shown.
+
+    Attributes:
+        samples_per_s, steps_per_s: of all live workers, now; once none is left, of each worker's whole time.
+        busy_workers: the sum over the workers of the share of their time that they compute. This is not a speed-up:
+            workers that share few cores are all busy, and slow. `maniple compare` with a run of one worker measures it.
+        goodput: share of all workers' time since the first began, including dead and absent ones, spent on training.
+        staleness: exchanges that others made since a worker's last one, the mean over all; None without exchanges.
+        version: exchanges or rounds that have changed the center, including those before a snapshot it came from.
+    """
+
+    workers: int = 0
+    live: int = 0
+    steps: int = 0
+    samples: int = 0
+    elapsed_s: float = 0.0
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    busy_workers: float = 0.0
+    goodput: float = 0.0
+    sync_share: float = 0.0
+    staleness: float | None = None
+    bytes: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A run in a few numbers that are final once it has ended.
+
+    Attributes:
+        seconds: from the first interval of any worker's training to the last, without pauses before a resumption.
+        rate: samples of all workers per second; steps, where samples are not counted. `unit` says which.
+        split: the seconds of all workers, by what they were spent on.
+        busy_workers: the mean number of workers that computed.
+        measures_data: all workers that made steps have measured the time between them.
+    """
+
+    seconds: float
+    rate: float
+    unit: str
+    split: dict[str, float]
+    busy_workers: float
+    measures_data: bool
+
+
+class RunState:
+    """All that is known of a run. `refresh` reads new rows; nothing else changes it, except `mark_host_dead`.
+
+    Args:
+        workers: workers that were asked for; more are added as they appear.
+        limit: points per series; 0 to choose by the number of workers.
+        fine: a logged value to keep in many more points, so that it can be computed with: up to two million over all
+            workers, and all of them if there are fewer.
+
+    Attributes:
+        workers: state of each worker, by rank.
+        logged, measured: series of logged values and of measures, against time since 1970.
+        time_splits, samples_seen: by rank, what the time was spent on, and the samples so far against time.
+        live: the number of live workers against time.
+        ages, together: histograms: exchanges by age of the parameters (see `replica.replica`), rounds by participants.
+        happened: the newest events in the life of the run; `event_count` includes those dropped from it.
+        since: start of the first worker, or 0; `until`: time of the newest row.
+        epoch_size: samples of one epoch, or 0; `validations`: validations of the center so far.
+        shared: the first row in which a worker reported its rule and pace.
+        stop: when and why the controller stopped the run.
+        exit_code: requested by the error of the first worker that failed.
+        host_exit_code: exit code of the run; None while it goes on.
+    """
+
+    def __init__(self, folder: RunFolder, *, workers: int = 0, limit: int = 0, fine: str = "") -> None:
+        self.folder = folder
+        self._initial_state = "queued" if folder.is_submitted else "starting"
+        self.workers: dict[int, WorkerState] = {rank: WorkerState(self._initial_state) for rank in range(workers)}
+        known = max(1, workers, len(folder.ranks()))
+        limit = limit or max(150, min(500, 8000 // known))
+        self.logged = NamedSeries(limit, {fine: max(limit, _FINE_BUCKETS // known)} if fine else None)
+        self.measured = NamedSeries(limit)
+        self.time_splits: dict[int, TimeSplit] = {}
+        self.samples_seen: dict[int, Series] = {}
+        self.live = Series(limit)
+        self.ages: Counter[int] = Counter()
+        self.together: Counter[int] = Counter()
+        self.happened: deque[Row] = deque(maxlen=_MAX_EVENTS)
+        self.event_count = 0
+        self.since = self.until = 0.0
+        self.epoch_size = self.validations = 0
+        self.shared: Row = {}
+        self.stop: tuple[float, str] = (0.0, "")
+        self.exit_code: int | None = None
+        self.host_exit_code: int | None = None
+        self._staleness_sum, self._exchanges = 0.0, 0
+        self._limit = limit
+        self._ended = 0.0  # when the host ended
+        self._starts: list[float] = []  # of the host: a resumed run has had several lives
+        self._spans: dict[int, tuple[float, float]] = {}  # by life: first and last time at which workers report
+        self._restored, self._version = 0.0, 0  # when the center was restored from a snapshot, and its version then
+        self._changes = 0  # exchanges with the center since then
+        self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
+        self._known_to_host: set[int] = set()
+        self._started_by_host: set[int] = set()
+        self._tails = Tails(folder.path / "events")
+
+    def refresh(self, within_s: float | None = None) -> bool:
+        """Read new rows, with `within_s` for about that many seconds. Returns False if there are more."""
+        deadline = None if within_s is None else clock.monotonic() + within_s
+        for who, lines in self._tails.pieces():  # host and server first: their word on workers takes precedence
+            self._read(who, lines)
+            if deadline is not None and clock.monotonic() > deadline:
+                return False
+        if self.host_exit_code is not None:  # else the host may come back while its workers train on
+            for worker in self.workers.values():
+                if not worker.is_gone:
+                    worker.set_state("ended", self._ended)
+        return True
+
+    def mark_host_dead(self, seen: float) -> None:
+        """The host was found dead at time `seen`, on this machine.
+
+        Workers that it had started died with it; others count as lost. A run resumed since then is not affected.
+        """
+        if self.until > seen or self.host_exit_code is not None:
+            return
+        for rank, worker in self.workers.items():
+            if not worker.is_gone:
+                worker.set_state("dead" if rank in self._started_by_host else "lost", self.until)
+
+    def totals(self) -> Totals:
+        """The run in a few numbers, at the time of its newest row."""
+        workers, total = self.workers.values(), self._total()
+        split, spent_s = total.split, sum(total.split.values())
+        live = [worker for worker in workers if not worker.is_gone]
+        rates = [(one.values["samples_per_s"], one.values["steps_per_s"], one.compute_share) for one in live]
+        rates = np.array(rates or [one.mean_rates for one in workers]).reshape(-1, 3).sum(axis=0).tolist()
+        elapsed_s = float(self.elapsed_at(np.array([self.until]))[0]) if self.since else 0.0
+        first = bisect_right(self._starts, self._restored) if self._restored else 0
+        rounds = sum(made for life, made in self._rounds.items() if life >= first)
+        return Totals(
+            workers=len(workers),
+            live=sum(one.state == "training" for one in workers),
+            steps=total.step,
+            samples=total.samples,
+            elapsed_s=elapsed_s,
+            samples_per_s=rates[0],
+            steps_per_s=rates[1],
+            busy_workers=rates[2],
+            goodput=min(1.0, split["compute"] / (elapsed_s * len(workers))) if elapsed_s and workers else 0.0,
+            sync_share=(split["exchange"] + split["others"]) / spent_s if spent_s else 0.0,
+            staleness=self._staleness_sum / self._exchanges if self._exchanges else None,
+            bytes=total.bytes,
+            version=self._version + self._changes + rounds,
+        )
+
+    def overall(self) -> Overall:
+        """The run as a whole, from the first interval of training to the last."""
+        total = self._total()
+        intervals = [one.intervals for one in self.time_splits.values() if len(one)]
+        ends = [min(one[0, 0] for one in intervals), max(one[-1, 1] for one in intervals)] if intervals else [0.0, 0.0]
+        seconds = float(np.diff(self.elapsed_at(np.array(ends)))[0])
+        measured = [worker.measures_data for worker in self.workers.values() if worker.total.step]
+        return Overall(
+            seconds=seconds,
+            rate=(total.samples or total.step) / seconds if seconds > 0 else 0.0,
+            unit="samples" if total.samples or not total.step else "steps",
+            split=total.split,
+            busy_workers=total.split["compute"] / seconds if seconds > 0 else 0.0,
+            measures_data=bool(measured) and all(measured),
+        )
+
+    def _total(self) -> Counts:
+        return sum((worker.total for worker in self.workers.values()), Counts())
+
+    def elapsed_at(self, moments: np.ndarray) -> np.ndarray:
+        """Seconds since the first worker's start at each of `moments`, without pauses before a resumption.
+
+        A pause lasts from the end of the run, or the death of its host, until it is resumed.
+        """
+        seconds = moments - self.since
+        spans = [self._spans[life] for life in sorted(self._spans)]
+        for (_, last), (first, _) in pairwise(spans):
+            seconds = seconds - np.clip(moments - last, 0.0, max(0.0, first - last))
+        return seconds
+
+    def samples_at(self, moments: np.ndarray) -> np.ndarray:
+        """The samples of all workers at each of `moments`."""
+        return sum_samples(moments, self.samples_seen.values())
+
+    def worker(self, rank: int) -> WorkerState:
+        """The state of worker `rank`, which is created if nothing is known of it."""
+        if rank not in self.workers:
+            self.workers[rank] = WorkerState(self._initial_state)
+        return self.workers[rank]
+
+    def _read(self, who: str, lines: list[bytes]) -> None:
+        rank = who.removeprefix("worker-")
+        if rank.isdigit():
+            for rows in read_rows(lines):
+                with suppress(*_BAD_VALUES):
+                    self._apply_worker_rows(int(rank), rows)
+            return
+        for row in parse_events(lines):
+            with suppress(*_BAD_VALUES):
+                self._apply_host_row(row)
+
+    def _apply_host_row(self, row: Row) -> None:
+        kind, when = row["event"], float(row["timestamp"])
+        self.until = max(self.until, when)
+        if kind == "start":
+            self._start_life(row, when)
+        elif kind == "end":
+            self.host_exit_code, self._ended = row.get("exit_code"), when
+        elif kind == "stop":
+            self.stop = (when, str(row.get("reason")))
+        elif kind == "restored":
+            self._restored, self._changes = when, 0
+            self._version = int(row.get("rounds") or row.get("updates", 0))
+        elif "worker" in row:
+            self._apply_membership(kind, row, when)
+        if "live" in row:
+            self.live.add([when], [float(row["live"])])
+        self._add_event(row)
+
+    def _apply_membership(self, kind: str, row: Row, when: float) -> None:
+        """A worker has joined or left."""
+        if kind == "started":
+            self._started_by_host.add(int(row["worker"]))
+        state = _state_at_exit(row) if kind == "exit" else _STATES.get(kind)
+        if state is not None:
+            self._known_to_host.add(int(row["worker"]))
+            worker = self.worker(int(row["worker"]))
+            worker.set_state(state, when)
+            if kind == "exit":
+                worker.killed_after_s = float(row.get("killed_after", 0.0))
+
+    def _start_life(self, row: Row, when: float) -> None:
+        """The host has started or resumed the run: earlier states of its workers do not count any more."""
+        self.host_exit_code = self.exit_code = None
+        self._started_by_host.clear()
+        self._starts.append(when)
+        for rank in range(int(row.get("workers") or 0)):
+            self.worker(rank).set_state(self._initial_state, when)
+
+    def _apply_worker_rows(self, rank: int, rows: list[ProgressRow] | list[Row] | Row) -> None:
+        worker = self.worker(rank)
+        if isinstance(rows, dict):
+            self._apply_worker_row(rank, worker, rows)
+        elif isinstance(rows[0], ProgressRow):
+            self._apply_progress(rank, worker, cast(list[ProgressRow], rows))
+        else:
+            self._apply_logged(rank, worker, cast(list[Row], rows))
+
+    def _apply_worker_row(self, rank: int, worker: WorkerState, row: Row) -> None:
+        kind, when = row["event"], float(row["timestamp"])
+        self.until = max(self.until, when)
+        if kind == "join":
+            self.since = min(self.since or when, when)
+            self._extend_span(when, when)
+            worker.join(row)
+        elif kind == "leave":
+            worker.is_unshared = bool(row.get("unshared"))
+            if rank not in self._known_to_host:  # without a host there is no other report of it
+                worker.set_state("failed" if row.get("failed") else "done", when)
+        elif kind in {"waiting", "waited"}:
+            worker.wait(row)
+        elif kind in {"share", "changed"}:
+            worker.share(row)
+            self.shared = self.shared or row
+        elif kind == "validated":
+            self.validations += 1
+            self.logged.add_rows(CENTER, [row])
+        elif kind == "sampler" and not row.get("validation"):
+            self.epoch_size = self.epoch_size or int(row["size"])
+        elif kind == "failed" and when >= max(self._starts, default=0.0):  # not in an earlier life
+            self.exit_code = self.exit_code or row["exit_code"]
+        if kind not in _ORDINARY:
+            self._add_event({"worker": rank} | row)
+
+    def _apply_logged(self, rank: int, worker: WorkerState, rows: list[Row]) -> None:
+        self.logged.add_rows(rank, rows)
+        self.until = max(self.until, rows[-1]["timestamp"])
+        for measure in MEASURES:
+            if isinstance(measure.source, Logged):
+                key = measure.source.key
+                values = (row[key] for row in reversed(rows) if key in row and not row.get("center"))
+                if (value := next(values, None)) is not None:
+                    worker.values[measure.name] = float(value)
+
+    def _apply_progress(self, rank: int, worker: WorkerState, rows: list[ProgressRow]) -> None:
+        before = worker.now.exchanges
+        intervals = worker.progress(rows)
+        made = np.diff(np.concatenate([[before], column(rows, "exchanges")]))
+        self._changes += int(made[intervals.when > self._restored].sum())
+        lives = np.searchsorted(self._starts, intervals.when, side="right")
+        for life in np.unique(lives).tolist():
+            own = lives == life
+            self._extend_span(
+                float((intervals.when - intervals.seconds)[own][0]), float(intervals.when[own].max()), life
+            )
+            self._rounds[life] = max(self._rounds.get(life, 0), int(column(rows, "rounds")[own].max()))
+        self.until = max(self.until, rows[-1].timestamp)
+        time_split = self.time_splits.setdefault(rank, TimeSplit(self._limit))
+        time_split.add(np.column_stack([intervals.when - intervals.seconds, intervals.when, intervals.split.T]))
+        self._add_samples(rank, intervals)
+        for name, values in intervals.measures.items():
+            known = values >= 0
+            if known.any():
+                self.measured.add(name, rank, intervals.when[known], values[known])
+        made = np.fromiter((sum(row.ages) for row in rows), float)
+        self._staleness_sum += float((column(rows, "staleness") * made).sum())
+        self._exchanges += int(made.sum())
+        ages = [row.ages for row in rows if row.ages]
+        places = np.fromiter(chain.from_iterable(map(range, map(len, ages))), int)
+        counts = np.fromiter(chain.from_iterable(ages), float)
+        self.ages.update({k: int(count) for k, count in enumerate(np.bincount(places, counts))})
+        for row in rows:
+            for workers, count in row.together.items():
+                self.together[int(workers)] += count
+
+    def _add_samples(self, rank: int, intervals: Intervals) -> None:
+        seen = self.samples_seen.setdefault(rank, Series(self._limit))
+        begin = float(intervals.when[0] - intervals.seconds[0])
+        if not len(seen) or begin > seen.xs[-1] + 1.0:  # it has started or returned, and saw nothing before
+            seen.add([begin], [seen.ys[-1] if len(seen) else 0.0])
+        seen.add(intervals.when, intervals.samples)
+
+    def _extend_span(self, first: float, last: float, life: int | None = None) -> None:
+        """A worker reports from `first` until `last`, in that life of the run or in the one at that time."""
+        life = bisect_right(self._starts, last) if life is None else life
+        first = max(first, self._starts[life - 1]) if life else first
+        known = self._spans.get(life, (first, last))
+        self._spans[life] = min(known[0], first), max(known[1], last)
+
+    def _add_event(self, row: Row) -> None:
+        self.event_count += 1
+        self.happened.append(row)
+
+
+def _state_at_exit(row: Row) -> str:
+    """The state of a worker whose process has ended, by the row about its exit."""
+    exit_code = row.get("exit_code")
+    if exit_code == 0:
+        return "done"
+    if row.get("killed_after"):
+        return "killed"
+    if row.get("died"):
+        return "dead"
+    return "stopped" if row.get("stopped") or exit_code in _ASKED_TO_END else "failed"
+
+
+def sum_samples(moments: np.ndarray, seen: Iterable[Series]) -> np.ndarray:
+    """The sum at each of `moments` of the samples in `seen`, which are each worker's own against time, from 0 on."""
+    total = np.zeros(len(moments))
+    for series in seen:
+        if len(series):
+            total += np.interp(moments, np.array(series.xs), np.maximum.accumulate(np.array(series.ys)))
+    return total

@@ -1,0 +1,199 @@
+"""Ways of sharing: how the replicas of all workers influence each other.
+
+    Sharing                  alone: every call is a no-op
+    with_center              each worker exchanges with the center when its pace says so
+    synchronous_gradients    all workers average their gradients before each step, by collectives
+    synchronous_values       all workers exchange their parameters after every k steps, by collectives
+
+A new way is one more subclass in its own file and one more line in `sharing_for`.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from maniple.adapters import Adapter
+from maniple.contracts import Array, Center, Collectives, OnValue
+from maniple.errors import Conflict, InvalidArgument
+from maniple.pace import Every, Pace
+from maniple.replica.context import TrainingContext
+from maniple.replica.nonfinite import Refusals
+from maniple.rules import Rule
+
+if TYPE_CHECKING:
+    from maniple.replica.replica import Replica
+
+OpenCollectives = Callable[[], Collectives]
+
+
+class Sharing:
+    """How one replica is shared with other workers. This base class shares nothing: the worker is alone.
+
+    Attributes:
+        replica: the replica that is shared; set by `attach`.
+        rounds: the synchronous rounds so far.
+        members: the ranks in the last round, if all of them agree on it.
+        waited_s: the time spent waiting for other workers.
+        is_keeper: this worker saves the optimizer state: its own, or the one that all workers have.
+    """
+
+    replica: "Replica"
+    rounds: int = 0
+    members: tuple[int, ...] | None = None
+    waited_s: float = 0.0
+    is_keeper: bool = True
+
+    def __init__(self, center: Center | None = None) -> None:
+        self._center = center
+        self._refusals = Refusals()
+        self._memory: list[Array] | None = None  # the rule's private vector
+        self._unhook: list[Callable[[], None]] = []
+        self._is_finished = False
+
+    def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
+        """Share `replica` from now on. Called once, by the replica."""
+        self.replica, self._model, self._context = replica, model, context
+        self._rule, self._layout = replica.rule, replica.layout
+
+    def _attach_shared(self) -> None:
+        """The model is shared with others: keep the rule's memory, and refuse another library's averaging."""
+        self._memory = self._layout.views(self._layout.allocate()) if self._rule.memory else None
+        self._unhook.append(self._model.refuse_wrapping())
+
+    def begin(self) -> None:
+        """Start from the shared parameters."""
+
+    def step(self) -> None:
+        """Count a step that the optimizer has made, and exchange if it is due."""
+        self.replica.count_step()
+
+    def exchange(self) -> None:
+        """Exchange now."""
+
+    def reduce(self, gradients: Mapping[str, Array] | None) -> None:
+        """Average the gradients now. Rules that do not average gradients leave them as they are."""
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Do not average the gradients of backward passes in this block."""
+        yield
+
+    def rest(self) -> None:
+        """Let other workers continue without this one until its next step."""
+
+    def pull(self) -> None:
+        """Set the replica to the shared parameters."""
+
+    def push(self) -> None:
+        """Set the shared parameters to the replica."""
+
+    @contextmanager
+    def center(self) -> Generator[None]:
+        """Let the model hold the shared parameters in this block."""
+        yield
+
+    def publish(self) -> None:
+        """Bring the center up to date with what this worker has learned."""
+
+    def publish_for_snapshot(self) -> None:
+        """Bring the center up to date if its snapshot has to match the optimizer state saved with it."""
+
+    def publish_validated(self) -> bool:
+        """Set the center to what was validated; False if the center itself was validated."""
+        return False
+
+    def finish(self, *, exchange: bool, timeout_s: float) -> None:
+        """Make the last exchange and let the center go. Wait at most `timeout_s` for a host that is away."""
+        for unhook in self._unhook:
+            unhook()
+        if exchange:
+            self._finish(timeout_s)
+        self._is_finished = True
+        if self._center is not None:
+            self._center.close()
+            self._center = None
+
+    def _finish(self, timeout_s: float) -> None:
+        """Share the last steps."""
+
+    def _pull_center(self) -> None:
+        if self._center is None:
+            return
+        with self._context.requiring_host(self.replica):
+            outcome, cost_s = self.replica.timed("pull", self._center.pull, self._model, self._remember)
+        self.replica.pace.expect(2 * cost_s, 2 * outcome.size_bytes)  # an exchange reads and writes
+        self._context.exit_if_signalled()
+
+    def _remember(self, i: int, value: Array) -> None:
+        if self._memory is not None:
+            self._rule.remember(value, self._memory[i])
+
+    @contextmanager
+    def _own_values_kept(self, show: OnValue = lambda _, __: None) -> Generator[None]:
+        """Copy the replica's values, which the model gets back at the end of the block. `show` may change the model."""
+        own = self._layout.views(self._layout.allocate())
+        self._model.begin()
+        for i, kept in enumerate(own):
+            value = self._model.array(i)
+            kept[:] = value
+            show(i, value)
+            self._model.commit(i)
+        try:
+            yield
+        finally:
+            before, self.replica.is_exchanging = self.replica.is_exchanging, True  # a SIGTERM waits
+            self._model.begin()
+            for i, value in enumerate(own):
+                self._model.array(i)[:] = value
+                self._model.commit(i)
+            self.replica.is_exchanging = before
+
+
+def sharing_for(
+    rule: Rule, center: Center | None, *, pace: Pace, wire: str, is_alone: bool, open_collectives: OpenCollectives
+) -> Sharing:
+    """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
+    if is_alone or (center is None and not rule.is_synchronous):
+        return Sharing()
+    if center is not None and not rule.is_synchronous:
+        from maniple.replica.with_center import WithCenter
+
+        return WithCenter(center)
+    collectives = open_collectives()
+    check_collectives(rule, pace, collectives, wire)
+    if rule.averages_gradients:
+        from maniple.replica.synchronous_gradients import SynchronousGradients
+
+        return SynchronousGradients(center, collectives, wire=wire)
+    from maniple.replica.synchronous_values import SynchronousValues
+
+    return SynchronousValues(center, collectives, wire=wire)
+
+
+def check_rule_and_pace(rule: Rule, pace: Pace) -> None:
+    """Raise Conflict if a rule does not work at this pace. Launchers call it before they start workers."""
+    if rule.averages_gradients and pace != Every(1):
+        raise Conflict(
+            f"{rule!r} averages gradients at each step, but the pace is {pace!r}. Leave the pace out, or average "
+            'parameters: BSP(average="parameters", every=k).'
+        )
+    if rule.is_synchronous and not isinstance(pace, Every):
+        raise Conflict(f"{rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k).")
+
+
+def check_collectives(rule: Rule, pace: Pace, collectives: Collectives, wire: str) -> None:
+    """Raise Conflict or InvalidArgument if a synchronous rule does not work at this pace or with these collectives."""
+    check_rule_and_pace(rule, pace)
+    if not rule.quorum:
+        return
+    if collectives.elastic is None and collectives.name != "alone":
+        raise InvalidArgument(
+            f"{rule!r} continues without late workers, which only shared-memory collectives support (these are "
+            f"{collectives.name}). Use --collectives shared, or BSP()."
+        )
+    if rule.norm == "synchronised":
+        raise InvalidArgument(
+            f'{rule!r}: norm="synchronised" waits for all workers in each layer, so no worker is ever late. Use BSP().'
+        )
+    if wire != "float32":
+        raise InvalidArgument(f"{rule!r} sends values as they are, not in {wire}. Leave --wire out, or use BSP().")

@@ -1,0 +1,130 @@
+"""Sharing through a center: each worker exchanges with it at its own pace and waits for no other worker."""
+
+import functools
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from maniple.adapters import Adapter
+from maniple.clock import Deadline, clock
+from maniple.contracts import Array, Center, ExchangeInfo
+from maniple.errors import HostAway
+from maniple.replica.context import TrainingContext
+from maniple.replica.sharing import Sharing
+
+if TYPE_CHECKING:
+    from maniple.replica.replica import Replica
+
+_RESIDENT_BYTES = 32 << 20  # of the center that `center()` keeps mapped in: a large model must fit in memory only once
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, for any number of workers
+_RETRY_S = 0.1  # between two tries of the last exchange with a host that is away
+
+
+class WithCenter(Sharing):
+    """Exchanges one replica with a center.
+
+    An exchange that fails because the host is away is tried again when the pace says so; training continues, and ends
+    with HostAway only after the host deadline.
+    """
+
+    _center: Center
+    _is_away = False
+
+    def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
+        super().attach(replica, model, context)
+        self._attach_shared()
+
+    def begin(self) -> None:
+        """Take the center's values; the creator too, since rules with a memory start from them."""
+        self._pull_center()
+
+    def step(self) -> None:
+        replica = self.replica
+        replica.count_step()
+        if replica.pace.due(replica.steps_since_exchange, clock.monotonic() - replica.start):
+            self._exchange()
+
+    def exchange(self) -> None:
+        self.replica.refuse_inside_center("exchange() was called")
+        self._exchange()
+        self._context.exit_if_signalled()
+
+    def _exchange(self) -> None:
+        if self._is_finished or self._context.host.is_over:
+            return
+        replica, samples, begin = self.replica, self._context.samples, clock.monotonic()
+        info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live))
+        try:
+            outcome, cost_s = replica.timed(
+                "exchange", self._center.exchange, self._model, self._rule, self._memory, info
+            )
+        except HostAway as error:
+            cost_s = clock.monotonic() - begin
+            replica.spent_s += cost_s
+            # Workers retry at different times, so that they do not all reach a returning host at once.
+            replica.pace.failed(cost_s, self._context.environment.rank * _GOLDEN % 1)
+            if not self._is_away:
+                self._is_away = True
+                self._context.events.write("away", reason=str(error))
+                warnings.warn(f"{error}. Training continues; exchanges are tried again", stacklevel=4)
+            self._context.check_host(replica)
+            return
+        self._is_away = False
+        replica.progress.exchange(outcome)
+        replica.count_exchange(cost_s, outcome.size_bytes)
+        if replica.is_primary and samples.shards:
+            samples.write_position(replica, is_common=False)
+        if outcome.refused or self._refusals.in_a_row:
+            self._refusals.check(outcome)
+
+    def pull(self) -> None:
+        if not self._is_finished:
+            self._pull_center()
+
+    def push(self) -> None:
+        if self._is_finished:
+            return
+        with self._context.requiring_host(self.replica):
+            self.replica.timed("push", self._center.push, self._model, self._remember)
+        self._context.exit_if_signalled()
+
+    @contextmanager
+    def center(self) -> Generator[None]:
+        if self._is_finished:
+            yield
+            return
+        replica, center, unreleased = self.replica, self._center, 0
+
+        def release(_: int, value: Array) -> None:
+            nonlocal unreleased
+            unreleased += value.nbytes
+            if unreleased > _RESIDENT_BYTES:
+                center.release()
+                unreleased = 0
+
+        # The replica's copy and the center are never both resident in full beside the model.
+        center.release()
+        with self._own_values_kept():
+            replica.is_center = True
+            try:
+                with self._context.requiring_host(replica):
+                    replica.timed("look", functools.partial(center.pull, peek=True), self._model, release)
+                center.release()
+                yield
+            finally:
+                replica.is_center = False
+
+    def publish(self) -> None:
+        """Exchange, unless the center has all of this worker's steps."""
+        if self.replica.steps_since_exchange:
+            self.exchange()
+
+    def _finish(self, timeout_s: float) -> None:
+        """Make the last exchange, waiting for a host that is away."""
+        if self.replica.steps_since_exchange and not self.replica.is_center:
+            self._exchange()
+            deadline = Deadline(timeout_s)
+            while self._is_away and not self._context.host.is_over and not deadline.is_over():
+                clock.sleep(_RETRY_S)
+                self._exchange()
