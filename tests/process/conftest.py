@@ -91,9 +91,14 @@ def await_(look: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
 
 
 def is_gone(pid: int) -> bool:
-    """No such process, or a zombie that nobody has reaped yet."""
+    """No such process, or a zombie that nobody has reaped yet.
+
+    The main thread becomes a zombie while another thread is still in a system call such as fsync. Until that thread
+    ends too, the process keeps its sockets open, and the kernel accepts connections for it.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        return threads == 1 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
