@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from maniple.record import read_events
 from tests.cluster.slurm import Cluster
-from tests.process.conftest import await_
+from tests.waiting import await_
 
 TRAINING = """
 import sys, time, numpy as np, maniple

@@ -1,7 +1,7 @@
 """The tests' own machines: what the tests of clusters take for granted."""
 
 from tests.cluster.slurm import Cluster
-from tests.process.conftest import await_
+from tests.waiting import await_
 
 
 def test_hosts_have_names_addresses_and_memory_of_their_own_and_one_file_system(cluster: Cluster, tmp_path):

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from maniple.host.heartbeat_service import HEARTBEAT_TIMEOUT_S
 from maniple.record import Row, read_events
 from tests.cluster.conftest import Network
-from tests.process.conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 MANIPLE = str(Path(sys.executable).with_name("maniple"))
 HOST, WORKERS = 1, (2, 3, 4)

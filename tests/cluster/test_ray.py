@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from maniple.record import Row, read_events
 from tests.cluster.slurm import Cluster
 from tests.doctoring import Findings, assert_found, grave, read
-from tests.process.conftest import PATIENCE_S, await_
 from tests.unit.engines import engine
+from tests.waiting import PATIENCE_S, await_
 
 TRAINING = """
 import os, sys, time, numpy as np, maniple

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from maniple.record import Row, read_events
 from tests.cluster.slurm import HOSTS, Cluster
-from tests.process.conftest import await_
+from tests.waiting import await_
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

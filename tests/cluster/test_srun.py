@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from maniple.record import read_events
 from tests.cluster.slurm import Cluster
-from tests.process.conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 # Each sample adds 1 to one element: with Downpour the center counts how often each was trained on.
 COUNT = """

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.cluster.slurm import Cluster
 from tests.conftest import require
-from tests.process.conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 TRAINING = """
     import sys, time

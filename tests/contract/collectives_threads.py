@@ -1,7 +1,6 @@
 """Members of collectives in shared memory, all in one process: locks belong to opened files, not to processes."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,14 +55,6 @@ class Begun:
             self._result = self._act()
         except BaseException as error:
             self._result = error
-
-
-def await_(look: Callable[[], Any]) -> None:
-    """Look until something true is seen."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def die(collectives: SharedMemoryCollectives) -> None:

@@ -5,16 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from maniple.center import Segment
 from maniple.memory.segment import DEAD
+from tests.waiting import PATIENCE_S, await_
 
 PROGRAM = Path(__file__).with_name("collectives_chaos.py")
-PATIENCE_S = 90.0
 
 
 class Ring:
@@ -76,13 +75,6 @@ def check(said: dict[str, list[list[str]]]) -> dict[int, set[int]]:
     return everywhere
 
 
-def await_(look: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def kill_and_restart(ring: Ring, victim: int, pause_s: float) -> None:
     """Kill a worker in the middle of its rounds, see the others go on, start it again, see it come back."""
     others = [rank for rank in range(ring.world) if rank != victim]
@@ -90,13 +82,13 @@ def kill_and_restart(ring: Ring, victim: int, pause_s: float) -> None:
     def has_moved(rank: int, before: int) -> bool:
         return ring.rounds_of(rank) > before or ring.processes[rank].poll() == 0
 
-    await_(lambda: has_moved(victim, 3), "rounds of the victim")
+    await_(lambda: has_moved(victim, 3))
     time.sleep(pause_s)
     ring.kill(victim)
     counts = {rank: ring.rounds_of(rank) for rank in others}
-    await_(lambda: all(has_moved(rank, counts[rank]) for rank in others), "the others to go on")
+    await_(lambda: all(has_moved(rank, counts[rank]) for rank in others))
     ring.start(victim)
-    await_(lambda: has_moved(victim, 0), "the victim to come back")
+    await_(lambda: has_moved(victim, 0))
 
 
 @pytest.mark.parametrize("size", [40_000, 3_000_000])

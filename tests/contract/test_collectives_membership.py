@@ -13,8 +13,9 @@ from maniple.collectives.call import PassedOver
 from maniple.collectives.member_table import FOREVER
 from maniple.collectives.shared_memory import SharedMemoryCollectives
 from maniple.errors import PeerLost
+from tests.waiting import await_
 
-from .collectives_threads import Begun, Died, await_, collective_groups, die, open_collectives, together
+from .collectives_threads import Begun, Died, collective_groups, die, open_collectives, together
 
 
 class Member:

@@ -1,9 +1,12 @@
 """Slots of collectives in shared memory: they stay while a member reads them, and no longer."""
 
 import numpy as np
+import pytest
 
 from maniple.center import Segment
 from maniple.collectives.shared_memory import SharedMemoryCollectives
+from maniple.collectives.slots import Slots, _GrowingSlot
+from maniple.errors import SharedMemoryFull
 
 from .collectives_threads import Begun, Died, collective_groups, open_collectives, together
 
@@ -64,3 +67,23 @@ def test_slots_of_a_dead_worker_stay_until_its_successor_has_entered(segment: Se
     assert left == {f"collectives-0.1.{segment.incarnation(1)}.1"}
     for collectives in (made[0], made[2], successor):
         collectives.close()
+
+
+def test_slot_that_cannot_grow_stays_in_use(segment: Segment, monkeypatch: pytest.MonkeyPatch):
+    """Shared memory is full for one call; the slot before it may still be read by others."""
+    slot = _GrowingSlot(slots := Slots(segment.path, "slots", 0, 0))
+    slot.reserve(1)
+
+    def fail(_size: int) -> None:
+        raise SharedMemoryFull("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "create", fail)
+        for _ in range(2):
+            with pytest.raises(SharedMemoryFull):
+                slot.reserve(1 << 20)
+    announced = slot.serial
+    slot.reserve(1 << 20)
+    assert {path.name for path in segment.path.glob("slots.0.*")} == {
+        f"slots.0.0.{n}" for n in (announced, slot.serial)
+    }

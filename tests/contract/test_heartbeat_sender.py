@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,7 @@ from maniple.worker import heartbeat_sender as module
 from maniple.worker.heartbeat_sender import HeartbeatSender
 from tests.limits import file_limit
 from tests.serving import Serving
-
-PATIENCE_S = 60.0
+from tests.waiting import PATIENCE_S, await_
 
 
 @pytest.fixture
@@ -37,13 +36,6 @@ def control(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> HeartbeatSende
 
 def row(step: int) -> bytes:
     return json.dumps({"event": "log", "timestamp": time.time(), "step": step}).encode() + b"\n"
-
-
-def await_(look: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def path_of(serving: Serving) -> Path:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from safetensors.numpy import load_file
 
 from maniple.record import Row, read_events
 from tests.conftest import require
+from tests.waiting import PATIENCE_S, await_
 
 MANIPLE = Path(sys.executable).with_name("maniple")
-PATIENCE_S = 90.0  # only against hanging: a busy machine may take 10 s to start one interpreter
 # Of runs that find neither numba nor torch's compiler: see bare/sitecustomize.py.
 BARE = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).with_name("bare")), os.environ.get("PYTHONPATH")]))
@@ -77,30 +76,6 @@ class Run:
 
     def log(self, rank: int) -> str:
         return (self.folder / "logs" / f"worker-{rank}.log").read_text()
-
-
-def await_(look: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """Look until something true is seen."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        is_late = time.monotonic() > deadline  # before the look: who was kept waiting by the machine looks once more
-        if seen := look():
-            return seen
-        assert not is_late, f"not seen within {timeout_s} s"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    """No such process, or a zombie that nobody has reaped yet.
-
-    The main thread becomes a zombie while another thread is still in a system call such as fsync. Until that thread
-    ends too, the process keeps its sockets open, and the kernel accepts connections for it.
-    """
-    try:
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        return threads == 1 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 import subprocess
 
-from .conftest import MANIPLE, PATIENCE_S
+from tests.waiting import PATIENCE_S
+
+from .conftest import MANIPLE
 
 # Every step adds 1 to each element of the center, so that the center counts the steps of all.
 BEGIN = """

@@ -17,8 +17,9 @@ import pytest
 
 from tests.conftest import require
 from tests.contract.collectives_ranks import find_mpiexec
+from tests.waiting import PATIENCE_S, await_
 
-from .conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
+from .conftest import BARE, MANIPLE, Run
 
 pytest.importorskip("torch")
 

@@ -14,8 +14,9 @@ import pytest
 from maniple.connection.find_host import locate_to_watch
 from maniple.record import Row
 from maniple.watch import Mirror, Steering
+from tests.waiting import PATIENCE_S, await_
 
-from .conftest import BARE, MANIPLE, PATIENCE_S, Serve, await_
+from .conftest import BARE, MANIPLE, Serve
 
 # Two models: of one the script itself schedules alpha, the other has no alpha.
 TRAINING = """

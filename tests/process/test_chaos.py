@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import maniple
+from tests.waiting import PATIENCE_S, await_, is_gone
 
-from .conftest import PATIENCE_S, Serve, await_, is_gone
+from .conftest import Serve
 from .proxy import Proxy
 
 # Adds 1 to every element at each step, until told to stop; says how many steps it made.

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import require
 from tests.contract.collectives_ranks import find_mpiexec
-from tests.process.conftest import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 

@@ -19,8 +19,7 @@ import maniple
 from maniple.errors import InvalidArgument
 from maniple.host.server_process import load_controller
 from tests.process.controller_scripts import BEGIN, logged, resume
-
-from .conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -10,8 +10,9 @@ import pytest
 
 from maniple.launch.cores import divide_cores
 from tests.doctoring import assert_found, doctor, looked
+from tests.waiting import PATIENCE_S
 
-from .conftest import MANIPLE, PATIENCE_S
+from .conftest import MANIPLE
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 CORES = sorted(os.sched_getaffinity(0))

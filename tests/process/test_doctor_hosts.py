@@ -16,8 +16,7 @@ from maniple.wire.auth import authenticate_client
 from maniple.wire.frames import Stream
 from maniple.wire.messages import Welcome
 from tests.doctoring import assert_found, doctor, grave, looked
-
-from .conftest import PATIENCE_S, await_, is_gone
+from tests.waiting import PATIENCE_S, await_, is_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 

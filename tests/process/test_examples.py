@@ -20,8 +20,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from maniple.environment import shared_memory
+from tests.waiting import await_, is_gone
 
-from .conftest import MANIPLE, Run, await_, is_gone
+from .conftest import MANIPLE, Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # on a busy machine PyTorch's threads wait for each other, ten times as long

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 
 from tests.conftest import require
 from tests.contract.collectives_ranks import find_mpiexec
-from tests.process.conftest import PATIENCE_S, Run, await_, is_gone
+from tests.process.conftest import Run
+from tests.waiting import PATIENCE_S, await_, is_gone
 
 pytestmark = pytest.mark.process
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from maniple.environment import shared_memory
+from tests.waiting import PATIENCE_S, await_, is_gone
 
-from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run, await_, is_gone
+from tests.waiting import await_, is_gone
+
+from .conftest import Run
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 

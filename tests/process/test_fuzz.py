@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 import maniple
 from tests.hostile import HONEST, OWN, SIZE, Member, Server, Worker, attack
 from tests.readers import read_all
+from tests.waiting import await_
 
-from .conftest import MANIPLE, Run, await_
+from .conftest import MANIPLE, Run
 
 pytestmark = [pytest.mark.process]
 

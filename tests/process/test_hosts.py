@@ -13,8 +13,7 @@ import pytest
 
 from maniple.job import free_port
 from tests.conftest import require
-
-from .conftest import await_, is_gone
+from tests.waiting import await_, is_gone
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.process.conftest import MANIPLE, PATIENCE_S
+from tests.process.conftest import MANIPLE
+from tests.waiting import PATIENCE_S
 
 PARENT = """
     import multiprocessing, os, subprocess, sys

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from .conftest import await_, is_gone
+from tests.waiting import await_, is_gone
 
 TRAINING = """
     import pathlib, sys, time, numpy as np, maniple

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
+
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.process.controller_scripts import BEGIN, logged, resume, steps
+from tests.waiting import PATIENCE_S
 
-from .conftest import MANIPLE, PATIENCE_S
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -17,8 +17,7 @@ import pytest
 from maniple.connection.link import Endpoint
 from maniple.wire.address import Address
 from maniple.worker.controller_client import ControllerClient
-
-from .conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 WORKERS, PROCESSES = 200, 4
 # The control connections of many workers, in one process: they join at "go" and leave when told or abandoned.

@@ -18,7 +18,8 @@ import maniple
 from maniple.errors import InvalidArgument
 from maniple.record import Events, Row, read_events
 from tests.conftest import require
-from tests.process.conftest import MANIPLE, PATIENCE_S, Run, await_, is_gone
+from tests.process.conftest import MANIPLE, Run
+from tests.waiting import PATIENCE_S, await_, is_gone
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

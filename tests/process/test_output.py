@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests.waiting import PATIENCE_S, await_
 from tests.written import Written
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from .conftest import MANIPLE
 from .controller_scripts import BEGIN
 
 pytestmark = pytest.mark.usefixtures("without_numba")

@@ -11,7 +11,8 @@ import pytest
 
 from maniple.record import read_events
 from tests.conftest import require
-from tests.process.conftest import BARE, MANIPLE, PATIENCE_S, Run
+from tests.process.conftest import BARE, MANIPLE, Run
+from tests.waiting import PATIENCE_S
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGS = (

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-
-from .conftest import PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -14,8 +14,7 @@ import pytest
 
 import maniple
 from maniple.errors import InvalidArgument, ProducerFailed
-
-from .conftest import await_, is_gone
+from tests.waiting import await_, is_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("without_numba")]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.process.conftest import MANIPLE, Run, await_, is_gone
+from tests.process.conftest import MANIPLE, Run
+from tests.waiting import await_, is_gone
 
 # Each worker notes epoch and number of each sample that it trains on, and each epoch that it has ended.
 TRAINING = """

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .conftest import MANIPLE, PATIENCE_S
+from tests.waiting import PATIENCE_S
+
+from .conftest import MANIPLE
 
 COUNTING = """
     import numpy as np, maniple

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 import maniple
 from maniple.errors import HostAway
+from tests.waiting import PATIENCE_S, await_, is_gone
 
-from .conftest import MANIPLE, PATIENCE_S, await_, is_gone
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -8,7 +8,9 @@ import textwrap
 import pytest
 from safetensors.numpy import load_file
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from tests.waiting import PATIENCE_S, await_
+
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -25,8 +25,9 @@ from maniple.queues.submission import WORKERS, QueuedWorkers, Submission
 from maniple.record import RunFolder
 from maniple.record.folder import write_json
 from maniple.wire.address import Address, HostFile
+from tests.waiting import PATIENCE_S, await_
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from .conftest import MANIPLE
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -5,8 +5,7 @@ import signal
 import time
 
 from maniple.memory.locks import ByteLocks
-
-from .conftest import await_
+from tests.waiting import await_
 
 LIMIT_S = 4.0  # a stop counts as one second, and half a second before and after it is waited
 STOPPED_S = LIMIT_S + 0.5

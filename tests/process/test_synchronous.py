@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from .conftest import BARE, MANIPLE, PATIENCE_S, Run, await_, is_gone
+from tests.waiting import PATIENCE_S, await_, is_gone
+
+from .conftest import BARE, MANIPLE, Run
 
 pytestmark = pytest.mark.usefixtures("without_numba")
 

@@ -9,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from .conftest import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("torch")
 

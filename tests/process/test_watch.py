@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from maniple.center import sweep
+from tests.waiting import PATIENCE_S, await_
 
-from .conftest import MANIPLE, PATIENCE_S, await_
+from .conftest import MANIPLE
 
 # Until a file says so: what is watched must still be there, on a machine however slow.
 SCRIPT = """

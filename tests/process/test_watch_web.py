@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-from tests.process.conftest import BARE, MANIPLE, PATIENCE_S, Run, await_
+from tests.process.conftest import BARE, MANIPLE, Run
+from tests.waiting import PATIENCE_S, await_
 
 ARTEFACTS = Path(__file__).parents[2] / "artefacts"
 CHROMIUM = shutil.which("chromium")

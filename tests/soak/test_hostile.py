@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 
 import maniple
 from tests.hostile import HONEST, OWN, SIZE, Attacker, Member, Server, Worker
-from tests.process.conftest import MANIPLE, Run, await_
+from tests.process.conftest import MANIPLE, Run
 from tests.readers import read_all
+from tests.waiting import await_
 
 MUTATED = 1_000_000  # frames and rows together
 ROUNDS = 10

@@ -159,10 +159,11 @@ class _GrowingSlot:
         """Make room for `size` bytes; True if that needed a new slot."""
         if size <= self.memory.size and self.serial:
             return False
+        # Created before anything is removed: if shared memory is full, the announced slot stays in use.
+        serial, memory = self._slots.create(max(2 * _PAGE, size, 2 * self.memory.size))
         if self._serial_before:
             self._slots.remove(self._serial_before)  # its last readers have passed a barrier with us since
-        self._serial_before = self.serial
-        self.serial, self.memory = self._slots.create(max(2 * _PAGE, size, 2 * self.memory.size))
+        self._serial_before, self.serial, self.memory = self.serial, serial, memory
         return True
 
 
