@@ -173,7 +173,7 @@ class ElasticMembership(Protocol):
         ...
 
     def await_state(self) -> Path | None:
-        """The file with the others' state; None if nobody is left to write it."""
+        """The file with the others' state; None if no member is left to write it."""
         ...
 
     @property

@@ -298,7 +298,7 @@ def rendezvous_address(job: Job) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens. An ephemeral port might be taken by a client soon."""
+    """A port of this machine on which no process listens. An ephemeral port might be taken by a client soon."""
     for port in [*random.sample(PORTS, 100), 0]:  # 0: all of them are taken, so the system chooses an ephemeral one
         with socket.socket() as listening, suppress(OSError):
             listening.bind(("127.0.0.1", port))

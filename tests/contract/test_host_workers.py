@@ -66,12 +66,14 @@ def test_external_worker_that_nobody_has_announced_is_not_its_predecessor(segmen
 def test_an_elastic_launcher_may_start_more_or_fewer_the_next_time(segment):
     members = HostWorkers(segment, Events(None), 2, are_external=True)
     for rank in (3, 0, 1, 2):  # in any order
-        members.join(f"of-four-{rank}", object(), JoinRequest("here", os.getpid(), rank, 0, is_near=True, guests=4))
-    assert segment.guests == 4
+        members.join(
+            f"of-four-{rank}", object(), JoinRequest("here", os.getpid(), rank, 0, is_near=True, external_workers=4)
+        )
+    assert segment.external_workers == 4
     assert members.join("stranger", object(), JoinRequest("there", 1, -1, 0))[0] == 4
-    members.join("of-two-1", object(), JoinRequest("here", os.getpid(), 1, 0, is_near=True, guests=2))
-    members.join("of-two-0", object(), JoinRequest("here", os.getpid(), 0, 0, is_near=True, guests=2))
-    assert segment.guests == 2, "worker 0 knows best"
+    members.join("of-two-1", object(), JoinRequest("here", os.getpid(), 1, 0, is_near=True, external_workers=2))
+    members.join("of-two-0", object(), JoinRequest("here", os.getpid(), 0, 0, is_near=True, external_workers=2))
+    assert segment.external_workers == 2, "worker 0 knows best"
     assert (
         HostWorkers(segment, Events(None), 4, are_external=True).join(
             "again", object(), JoinRequest("there", 1, -1, 0)
@@ -79,7 +81,7 @@ def test_an_elastic_launcher_may_start_more_or_fewer_the_next_time(segment):
         > 1
     )
     with pytest.raises(InvalidArgument, match="has the rank of one of them"):
-        members.join("of-five-0", object(), JoinRequest("here", os.getpid(), 0, 0, is_near=True, guests=5))
+        members.join("of-five-0", object(), JoinRequest("here", os.getpid(), 0, 0, is_near=True, external_workers=5))
 
 
 def test_task_that_was_cut_off_takes_nothing_from_the_one_in_its_place(segment):

@@ -178,7 +178,7 @@ def test_the_others_continue_where_the_launcher_lets_them(tmp_path, without_numb
     run = the_run(tmp_path)
     assert run.description["exit_code"] == (1 if strict else 0)
     if not strict:
-        assert run.description["ends"] == {"1": "did not come to its end"}
+        assert run.description["ends"] == {"1": "did not finish"}
         assert set(run.trained) == set(range(120)), "what the dead one had taken went to the other"
 
 
@@ -195,7 +195,7 @@ def test_host_saves_and_ends_when_the_launcher_is_killed(tmp_path, without_numba
     assert run.description["exit_code"] == 1
     assert 0 < run.center["seen"].sum() < 120
     log = (run.folder / "logs" / "host.log").read_text()
-    assert "of 2 workers of mpirun, " in log and "have not come to their end" in log
+    assert "of 2 workers of mpirun, " in log and "did not finish" in log
     await_(lambda: is_gone(host[0]["pid"]))
 
 

@@ -287,7 +287,7 @@ def test_act_in_steps_is_the_act_to_the_bit_for_both_kinds_of_kernels(fused, dty
     for kind in (blocks, fused):
         own_x, own_c, progress = x.copy(), c.copy(), np.zeros(1, np.int64)
         block = np.zeros(64, dtype)
-        was_clean = kind.staged(own_x, own_c, block, progress, act=act, a=0.3, b=0.4, answer=answer)
+        was_clean = kind.staged(own_x, own_c, block, progress, operation=act, a=0.3, b=0.4, answer=answer)
         np.testing.assert_array_equal(own_c, expected_c)
         assert (was_clean, progress[0]) == (clean, 2 * 16)
         with np.errstate(invalid="ignore"):
@@ -306,7 +306,7 @@ def test_act_in_steps_goes_on_where_it_was_cut_off(fused):
                 c[done : done + 30] = 4.0
                 x[done : done + 10] = -99.0
             progress = np.array([at])
-            kind.staged(x, c, block, progress, act=blocks.BLEND, a=1, b=1, answer=blocks.NOTHING)
+            kind.staged(x, c, block, progress, operation=blocks.BLEND, a=1, b=1, answer=blocks.NOTHING)
             np.testing.assert_array_equal(c, 4.0, err_msg=f"{kind.__name__} cut at {at}")
 
 
@@ -322,6 +322,6 @@ def test_replacement_in_steps_is_exact_to_the_sign_of_zero(fused):
     for kind in (blocks, fused):
         x, c = np.array([-0.0, 1.5, -3.0]), np.array([7.0, -0.0, 1.0])
         assert kind.staged(
-            x, c, np.zeros(2), np.zeros(1, np.int64), act=blocks.REPLACE, a=1, b=1, answer=blocks.NOTHING
+            x, c, np.zeros(2), np.zeros(1, np.int64), operation=blocks.REPLACE, a=1, b=1, answer=blocks.NOTHING
         )
         assert c.tobytes() == x.tobytes()

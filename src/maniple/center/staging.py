@@ -303,7 +303,7 @@ class StagingFile:
         block = np.frombuffer(self._memory, array.dtype, _BLOCK_BYTES // array.itemsize, _PAGE)
         staged = kernels().staged if array.dtype.kind == "f" else blocks.staged
         operation = {"elastic": blocks.ELASTIC, "blend": blocks.BLEND}.get(intent.operation, blocks.REPLACE)
-        return staged(value, array, block, self._progress, act=operation, a=intent.a, b=intent.b, answer=answer)
+        return staged(value, array, block, self._progress, operation=operation, a=intent.a, b=intent.b, answer=answer)
 
     def _end(self, center: "SharedCenter", intent: Intent) -> None:
         self._numbers[self._row] = intent.applied

@@ -120,7 +120,7 @@ def agree_on_engine(
         on_wait: called while this worker waits for the others.
     """
     rank = environment.rank
-    # All workers of an elastic launcher start again together, and decide anew.
+    # All workers of an elastic launcher restart together, and decide again.
     mark = f"-{environment.restarts}" if environment.is_external and environment.restarts else ""
     path = segment.path / f"{name}.engine{mark}"
     offers = [segment.path / f"{name}.device{mark}-{one}" for one in range(environment.world)]

@@ -62,7 +62,7 @@ class MemberTable:
         header: the fields of `_HEADER`.
         incarnation, first, until, arrived, join_request: columns of `_ROW`, by rank.
         weight, requests_seen, slot, shown_bytes: columns of `_ARRIVAL`, by rank and parity of the barrier.
-        futex: wakes those who wait for a change of the table.
+        futex: wakes the workers that wait for a change of the table.
         locks: byte 0 is the table's, byte r + 1 that of rank r's life.
     """
 

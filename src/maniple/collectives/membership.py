@@ -1,13 +1,13 @@
-"""Membership of a group in shared memory: who takes part in each barrier, while workers join, leave and die.
+"""Membership of a group in shared memory: which workers take part in each barrier, while some join, leave and die.
 
 All members agree on who they are:
 
 - A worker that leaves writes beforehand from which barrier on it is no member.
 - A dead worker (the kernel has released its lock) that has not arrived is removed under the table's lock by one that
   waits for it. A dead process does not arrive later.
-- Deadlock avoidance: a worker that is blocked on us in another group is removed in the same way, since it does not
+- Deadlock avoidance: a worker that is blocked on us in another group is removed like a dead one, since it does not
   arrive here before we arrive there. So workers with unequal numbers of batches do not wait for each other for ever.
-- A join request is granted at the end of a call, if all who arrived at the last barrier had seen it.
+- A join request is granted at the end of a call, if all members that arrived at the last barrier had seen it.
 """
 
 from collections.abc import Callable, Sequence
@@ -136,7 +136,7 @@ class Membership(Barrier):
                 return
 
     def await_state(self) -> Path | None:
-        """Wait for the state of the others, after `join` has returned True; None if nobody is left to write it."""
+        """Wait for the state of the others, after `join` has returned True; None if no member is left to write it."""
         if self._is_restarted:
             return None
         path = self._state_path(self.barrier + 1)
@@ -153,7 +153,7 @@ class Membership(Barrier):
         """Deadlock avoidance while this worker waits in `calls`: admit here those for whom it waits there.
 
         Such a worker does not arrive in `calls` before it is admitted here, and join requests are granted only at the
-        end of a call here, which no member makes while it waits in `calls`. Once all living members here stand at the
+        end of a call here, which no member makes while it waits in `calls`. Once all living members here are at the
         same barrier and wait in `calls`, admitting is safe: all find the newcomers in their next call.
         """
         calls, table = self._calls, self.table
@@ -176,7 +176,7 @@ class Membership(Barrier):
         return rank == self.rank or (self.table.incarnation[rank] > 0 and self.table.is_alive(rank))
 
     def awaits(self, rank: int) -> bool:
-        """Whether this worker, which waits here, does not go on before `rank` has arrived."""
+        """Whether this worker, which waits here, is blocked until `rank` has arrived."""
         if self.has_arrived(rank):
             return False
         if self.is_in:
@@ -195,7 +195,7 @@ class Membership(Barrier):
         return table.join_request[rank] > 0 and table.is_alive(rank)
 
     def _take_row(self) -> None:
-        """Own this rank's row once nobody needs what the process before this one has left there and in its slots."""
+        """Own this rank's row, once no member needs what the rank's previous process left there and in its slots."""
         table = self.table
         table.add_row(self.rank)
         self.wait(self._is_row_free, "the row that its predecessor still holds", table.ranks)
@@ -237,7 +237,7 @@ class Membership(Barrier):
         )
 
     def _is_admitted(self) -> bool:
-        """Whether this worker is admitted; if no member is left to do it, it goes on alone."""
+        """Whether this worker is admitted; if no member is left to admit it, it continues alone."""
         table = self.table
         if not table.first[self.rank]:
             self._remove_dead()
@@ -289,7 +289,7 @@ class Membership(Barrier):
             self.table.futex.ring()
 
     def _is_alone(self) -> bool:
-        """Whether nobody is alive who was a member before those who join now."""
+        """Whether no member is alive except for those that join now."""
         old = (rank for rank in self.members if self.table.first[rank] <= self.barrier)
         return not any(self.table.is_alive(rank) for rank in old)
 

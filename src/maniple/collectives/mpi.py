@@ -1,6 +1,6 @@
 """Collectives over MPI (mpi4py), for workers that mpirun, mpiexec or srun has started.
 
-Each group has a communicator of its own. Nothing blocks inside of MPI, which has no deadlines: messages are begun and
+Each group has its own communicator. Nothing blocks inside of MPI, which has no deadlines: messages are begun and
 polled. Most launchers of MPI end all workers when one is killed. Where they do not, a dead worker of the same machine
 is known by its process, and any other by the deadline.
 """

@@ -1,7 +1,7 @@
 """Collectives by messages from worker to worker, the base of those over torch.distributed and MPI.
 
 A worker that waits for a message knows from whom, so a worker that is dead or stuck is named by the workers that wait
-for it. The libraries' own collectives on the CPU do not name the missing worker, add up in an order of their own, and
+for it. The libraries' own collectives on the CPU do not name the missing worker, add up in an unspecified order, and
 have no weights.
 """
 
@@ -336,8 +336,8 @@ class PeerLink:
         if lost:
             self._failure = PeerLost(
                 f"{who} been lost: the connection broke or the process ended ({phase}, noticed by worker "
-                f"{self.rank} after {after_s:.1f} s). The others cannot go on without it: look at its log, and start "
-                "the run again."
+                f"{self.rank} after {after_s:.1f} s). The others cannot continue without it: look at its log, and "
+                "start the run again."
             )
         else:
             self._failure = WaitedTooLong(

@@ -172,7 +172,7 @@ class InPlaceVectors:
 
     Args:
         wire: half precision rounds the vectors before and after each round, so that all engines give similar results.
-        slot: the serial number and memory of a slot that calls share; else the vectors get a slot of their own, and
+        slot: the serial number and memory of a slot that calls share; else the vectors get their own slot, and
             compiled kernels, which take a second to load.
     """
 

@@ -1,7 +1,7 @@
 """Collectives over torch.distributed: Gloo for values on the CPU, NCCL for those on GPUs.
 
 On a GPU the members and their weights are exchanged over the CPU first: a worker that is dead or late is then named
-before NCCL, which cannot say who is missing, begins to wait.
+before NCCL, which cannot name the missing worker, begins to wait.
 """
 
 import time
@@ -217,7 +217,7 @@ class _GlooLink(PeerLink):
             return lost, late
 
     def _ask_others(self, lost: set[int], late: set[int]) -> tuple[set[int], set[int]]:
-        """Leave a note about whom this worker misses, and replace those who left one by whom they miss."""
+        """Leave a note about whom this worker misses, and replace the workers that left one by those they miss."""
         if lost:
             late = set()  # they may well arrive once they have noticed the same
         self._store.set(f"note/{self.rank}", _note(lost, late))

@@ -224,7 +224,7 @@ def recording_failure(events: Events) -> Generator[None]:
 
 
 def check_counts(message: Heartbeat | ControllerRequest) -> None:
-    """Raise BadFrame if a worker cannot have made so many steps."""
+    """Raise BadFrame if a worker cannot have made that number of steps."""
     if not (0 <= message.steps < _MAX_STEPS and 0 <= message.samples < _MAX_STEPS):
         raise BadFrame(
             f"{message.steps} steps on {message.samples} samples cannot have been made (limit {_MAX_STEPS:,})."

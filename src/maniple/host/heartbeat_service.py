@@ -138,7 +138,7 @@ class HostWorkers:
     ) -> None:
         self._segment, self._events, self._are_external = segment, events, are_external
         if are_external:  # as many as under the server before this one
-            reserved = segment.guests or reserved
+            reserved = segment.external_workers or reserved
         self._reserved, self._first_free = 0 if is_queued else reserved, reserved
         self._lock = threading.Lock()
         self._ranks: dict[str, int] = {}
@@ -216,15 +216,15 @@ class HostWorkers:
 
         Worker 0 knows the number; another one may join before it, and show that there is at least one more.
         """
-        if not self._are_external or request.is_back or not 0 < request.guests <= MAX_WORKERS:
+        if not self._are_external or request.is_back or not 0 < request.external_workers <= MAX_WORKERS:
             return
-        count = request.guests if request.rank == 0 else max(self._reserved, request.guests)
+        count = request.external_workers if request.rank == 0 else max(self._reserved, request.external_workers)
         if any(rank < count and self._segment.state(rank) == LIVE for rank in self._self_joined):
             raise InvalidArgument(
                 f"the launcher has started {count} workers now, {self._reserved} before, but a worker that has joined "
                 "by itself has the rank of one of them. End that worker."
             )
-        self._reserved = self._segment.guests = count
+        self._reserved = self._segment.external_workers = count
         self._first_free = max(self._first_free, count)
 
     def _requested_rank(self, worker: str, request: JoinRequest) -> int:

@@ -1,8 +1,8 @@
-"""Running a server: as a process of its own (`main`), or in the process of a user's controller (`serve`).
+"""Running a server: as a separate process (`main`), or in the process of a user's controller (`serve`).
 
 main    `maniple run` and `maniple serve` start it as `python -m maniple.host FD...`, with their listening sockets, and
         start it again when it dies. It loads the controller, which may be a user's own class.
-serve   `Controller.serve()`: host, listener and server in one process, which nobody restarts.
+serve   `Controller.serve()`: host, listener and server in one process, which is not restarted.
 """
 
 import inspect

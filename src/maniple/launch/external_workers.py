@@ -23,7 +23,7 @@ class ExternalWorkersMonitor:
         self._poll.register(workers.tie, select.POLLIN)
         self._without_live = Deadline(_RETURN_TIMEOUT_S)
         os.set_inheritable(workers.tie, False)
-        self._segment.guests = workers.workers  # an elastic launcher may start more or fewer the next time
+        self._segment.external_workers = workers.workers  # an elastic launcher may start more or fewer the next time
         for rank in range(workers.workers):  # all are new processes, also in a resumed run
             host.expect(rank)
         with host.folder.log("host").open("ab") as log:
@@ -52,11 +52,11 @@ class ExternalWorkersMonitor:
         are_enough = len(self._states) - len(missing) >= min_workers
         if missing and are_enough and not strict and not self._is_launcher_gone and not self.exit_code():
             for rank in missing:
-                self._host.lose(rank, "did not come to its end")
+                self._host.lose(rank, "did not finish")
         elif missing:
             raise WorkerFailed(
-                f"of {self._segment.guests} workers of {self._workers.launcher}, {len(missing)} have not come to their "
-                f"end: {', '.join(map(str, missing))}. Look at what they have printed; "
+                f"of {self._segment.external_workers} workers of {self._workers.launcher}, {len(missing)} did not "
+                f"finish: {', '.join(map(str, missing))}. Look at what they have printed; "
                 "MANIPLE_RESUME=RUN continues the run."
             )
 
@@ -82,4 +82,4 @@ class ExternalWorkersMonitor:
 
     @property
     def _states(self) -> list[int]:
-        return [self._segment.state(rank) for rank in range(self._segment.guests)]
+        return [self._segment.state(rank) for rank in range(self._segment.external_workers)]

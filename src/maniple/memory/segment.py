@@ -53,7 +53,7 @@ _MEMBERS = np.dtype(
         ("state", "u1", MAX_WORKERS),
         ("departures", "<u4"),
         ("incarnation", "<u4", MAX_WORKERS),
-        ("guests", "<u4"),
+        ("external_workers", "<u4"),
     ]
 )
 _PREFIX = "maniple-"
@@ -78,7 +78,7 @@ class Segment:
                 f"the run's shared memory {path} is gone: its host has ended. Start the run again with `maniple run`."
             ) from None
         self._states, self._incarnations = members["state"][0], members["incarnation"][0]
-        self._departures, self._guests = members["departures"], members["guests"]
+        self._departures, self._external_workers = members["departures"], members["external_workers"]
         self._guard: ByteLocks | None = None
 
     @classmethod
@@ -169,13 +169,13 @@ class Segment:
         return int(self._departures[0])
 
     @property
-    def guests(self) -> int:
+    def external_workers(self) -> int:
         """How many workers another launcher started, the last time it did; 0 if none has."""
-        return int(self._guests[0])
+        return int(self._external_workers[0])
 
-    @guests.setter
-    def guests(self, count: int) -> None:
-        self._guests[0] = count
+    @external_workers.setter
+    def external_workers(self, count: int) -> None:
+        self._external_workers[0] = count
 
     def incarnation(self, rank: int) -> int:
         """How many processes have had rank `rank`: it tells a worker from its predecessor."""
@@ -303,7 +303,7 @@ def missing_run_folder(path: Path) -> Path | None:
 def salvage_hint(path: Path) -> str:
     """How to save or give up a center in memory whose run folder is gone."""
     return (
-        "Put the folder back, and the next run saves the center there; or go on with it from where the folder is now "
+        "Put the folder back, and the next run saves the center there; or resume it from where the folder is now "
         f"(`maniple run --resume FOLDER ...`). To give the center up, `rm -r {path}`."
     )
 

@@ -75,7 +75,7 @@ def shared_memory_full(folder: Path, error: OSError, need: str = "") -> SharedMe
 def open_owned(path: Path, flags: int) -> int:
     """Open a regular file that belongs to this user.
 
-    The opened file is checked, not the name before it is opened: nobody can exchange the file in between.
+    The opened file is checked, not the name before it is opened: no process can exchange the file in between.
 
     Raises:
         InvalidArgument: it is a link or another kind of file, or belongs to another user.

@@ -1,4 +1,4 @@
-"""State of a run, understood from the rows in its folder, while it goes on or afterwards.
+"""State of a run, understood from the rows in its folder, while it is running or afterwards.
 
 `RunState` follows all rows with bounded memory: the state of each worker, totals, series and time splits. `measures`
 declares every number that is shown of them.

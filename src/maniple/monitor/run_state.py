@@ -1,4 +1,4 @@
-"""State of a run, read from the rows in its folder while it goes on or afterwards."""
+"""State of a run, read from the rows in its folder while it is running or afterwards."""
 
 from bisect import bisect_right
 from collections import Counter, deque
@@ -105,7 +105,7 @@ class RunState:
         shared: the first row in which a worker reported its rule and pace.
         stop: when and why the controller stopped the run.
         exit_code: requested by the error of the first worker that failed.
-        host_exit_code: exit code of the run; None while it goes on.
+        host_exit_code: exit code of the run; None while it is running.
     """
 
     def __init__(self, folder: RunFolder, *, workers: int = 0, limit: int = 0, fine: str = "") -> None:

@@ -85,7 +85,7 @@ class Events:
             self._dropped += 1
             if self._dropped == 1:
                 with suppress(UserWarning):  # also where warnings are errors
-                    warnings.warn(f"events are being lost: {error}. Training goes on; free some disk.", stacklevel=2)
+                    warnings.warn(f"events are being lost: {error}. Training continues; free some disk.", stacklevel=2)
 
     def _encode(self, row: Row) -> bytes:
         try:

@@ -96,7 +96,7 @@ def _parse(path: Path, data: bytes) -> list[tuple[Node, Node]]:
 
 
 def _why_untrusted(about: os.stat_result) -> str:
-    """Why somebody else may have written the file; "" if nobody can."""
+    """Why another user may have written the file; "" if none can."""
     if about.st_uid not in {os.getuid(), 0}:
         return f"it belongs to user {about.st_uid}, and this process runs as user {os.getuid()}. Remove it, or own it"
     if about.st_mode & 0o022:

@@ -256,7 +256,7 @@ class Steering:
         return self._send("snapshot", timeout_s)
 
     def change(self, settings: dict[str, Any]) -> str:
-        """Change settings of the rule or the pace while training goes on; returns the host's reply.
+        """Change settings of the rule or the pace during training; returns the host's reply.
 
         Raises InvalidArgument if the workers' rule has no such setting or does not allow the value.
         """

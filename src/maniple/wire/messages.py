@@ -212,7 +212,7 @@ class JoinRequest(Message, frozen=True, tag=40):
     is_near: bool = False  # the launcher gave me this rank, and I use the center in shared memory
     is_expected: bool = False  # the launcher gave me this rank on another machine
     is_back: bool = False  # I had joined before, and the connection broke
-    guests: int = 0  # how many workers an external launcher (torchrun, srun, mpirun) has started
+    external_workers: int = 0  # how many workers an external launcher (torchrun, srun, mpirun) has started
 
 
 class JoinReply(Message, frozen=True, tag=41):

@@ -86,7 +86,9 @@ class LocalConnection(_Connection):
 
     def __init__(self, environment: Environment, count: Count) -> None:
         rank, workers = environment.rank, environment.world if environment.is_external else 0
-        request = JoinRequest(environment.node, os.getpid(), rank, environment.restarts, is_near=True, guests=workers)
+        request = JoinRequest(
+            environment.node, os.getpid(), rank, environment.restarts, is_near=True, external_workers=workers
+        )
         super().__init__(environment, count, request)
         assert environment.segment is not None
         self.segment = self._segment = Segment(environment.segment)
@@ -167,7 +169,7 @@ class RemoteConnection(_Connection):
         rank = environment.rank if is_expected or environment.is_queued else -1
         workers = environment.world if environment.is_external and is_expected else 0
         request = JoinRequest(
-            environment.node, os.getpid(), rank, environment.restarts, is_expected=is_expected, guests=workers
+            environment.node, os.getpid(), rank, environment.restarts, is_expected=is_expected, external_workers=workers
         )
         super().__init__(environment, count, request)
         reply = self.status.join(environment.join_deadline_s)

@@ -77,7 +77,7 @@ class ControllerClient:
     def _check_over(self, request: str) -> None:
         if self._status is not None and self._status.is_over:
             raise HostAway(
-                f"nobody answers {request!r}: the run has ended. Look at worker.should_stop, and end."
+                f"no controller answers {request!r}: the run has ended. Look at worker.should_stop, and end."
             ) from None
 
 

@@ -26,7 +26,7 @@ class Kernels(Protocol):
     def blend(self, x: Array, c: Array, alpha: float, beta: float) -> bool: ...
     def difference(self, x: Array, c: Array, old: Array, scale: float) -> bool: ...
     def staged(
-        self, x: Array, c: Array, block: Array, progress: Any, *, act: int, a: float, b: float, answer: int
+        self, x: Array, c: Array, block: Array, progress: Any, *, operation: int, a: float, b: float, answer: int
     ) -> bool: ...
 
 
@@ -73,6 +73,6 @@ def warm_up(dtypes: list[str]) -> None:
             fastest.elastic(x, c, 0.5, 0.5)
             fastest.blend(x, c, 0.5, 0.5)
             fastest.difference(x, c, old, 1.0)
-            fastest.staged(x, c, old, np.zeros(1, np.int64), act=blocks.BLEND, a=1, b=1, answer=0)
+            fastest.staged(x, c, old, np.zeros(1, np.int64), operation=blocks.BLEND, a=1, b=1, answer=0)
     finally:
         activate()

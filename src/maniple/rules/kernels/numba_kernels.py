@@ -53,7 +53,7 @@ def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
     is_whole = scale == 1
     for i in range(x.size):
         old_c = c[i]
-        # Without scaling it is exact if nobody else has written: then old_c - old is 0.
+        # Without scaling it is exact if no other worker has written: then old_c - old is 0.
         new = x[i] + (old_c - old[i]) if is_whole else old_c + scale * (x[i] - old[i])
         test = new - new
         doubt += test
@@ -81,7 +81,7 @@ fence: Any = intrinsic(_fence_code)
 
 @_compiled
 def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside of the loops, and no keywords
-    x: Any, c: Any, block: Any, progress: Any, act: Any, a: Any, b: Any, answer: Any, zero: Any
+    x: Any, c: Any, block: Any, progress: Any, operation: Any, a: Any, b: Any, answer: Any, zero: Any
 ) -> Any:
     doubt = zero
     step = block.size
@@ -90,11 +90,11 @@ def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside 
         count = min(step, c.size - start)
         xs, cs = x[start : start + count], c[start : start + count]
         if progress[0] % 2 == 0:
-            if act == 2:
+            if operation == 2:
                 for i in range(count):
                     scratch[i] = xs[i]
                     block[i] = xs[i]
-            elif act == 1:
+            elif operation == 1:
                 for i in range(count):
                     old_c = cs[i]
                     new = a * old_c + b * xs[i]
@@ -147,7 +147,9 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
     return bool(_difference(x, c, old, real(scale), real(0)) == 0)
 
 
-def staged(x: Array, c: Array, block: Array, progress: Array, *, act: int, a: float, b: float, answer: int) -> bool:
+def staged(
+    x: Array, c: Array, block: Array, progress: Array, *, operation: int, a: float, b: float, answer: int
+) -> bool:
     """`elastic`, `blend` or a replacement, in steps that can be repeated."""
     real = x.dtype.type
-    return bool(_staged(x, c, block, progress, act, real(a), real(b), answer, real(0)) == 0)
+    return bool(_staged(x, c, block, progress, operation, real(a), real(b), answer, real(0)) == 0)

@@ -96,7 +96,7 @@ def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
 
 
 @_QUIET
-def staged(x: Array, c: Array, block: Array, progress: Any, *, act: int, a: float, b: float, answer: int) -> bool:
+def staged(x: Array, c: Array, block: Array, progress: Any, *, operation: int, a: float, b: float, answer: int) -> bool:
     """ELASTIC (center a, worker b), BLEND (weights a, b) or REPLACE, in steps that can each be repeated.
 
     `progress[0]` is 2 k when block k is next, and 2 k + 1 while its new center values, complete in `block`, are copied
@@ -109,10 +109,10 @@ def staged(x: Array, c: Array, block: Array, progress: Any, *, act: int, a: floa
         old_x, old_c = x[part], c[part]
         new_x, new_c = old_x.copy(), block[: old_c.size]
         if progress[0] % 2 == 0:
-            new_c[:] = old_x if act == REPLACE else old_c
-            if act == ELASTIC:
+            new_c[:] = old_x if operation == REPLACE else old_c
+            if operation == ELASTIC:
                 clean &= elastic(new_x, new_c, a, b)
-            elif act == REPLACE:
+            elif operation == REPLACE:
                 pass
             elif x.dtype.kind == "f":
                 clean &= blend(new_x, new_c, a, b)

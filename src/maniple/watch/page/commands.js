@@ -13,7 +13,7 @@ export class Commands {
     this.#confirm("change-box", () => ({ command: "change", settings: this.#changes() }));
   }
 
-  // Commands are offered while the run goes on and its server answers.
+  // Commands are offered while the run is live and its server answers.
   show(maySteer, isOver, isConnected) {
     find("commands").hidden = !maySteer || isOver;
     for (const button of find("commands").children) button.disabled = !isConnected || button.dataset.busy === "1";

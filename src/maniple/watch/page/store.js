@@ -18,7 +18,7 @@ export class Store {
     this.clock = [EMPTY, EMPTY];
   }
 
-  // Apply an update; returns true if it starts anew, with times relative to another moment.
+  // Apply an update; returns true if it starts again, with times relative to another moment.
   apply(update) {
     const isNew = "since" in update;
     if (isNew) { this.clear(); this.since = update.since; }
