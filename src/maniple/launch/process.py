@@ -1,4 +1,4 @@
-"""Processes that a launcher starts: `ChildProcess` for any command, `WorkerProcess` for a worker on this machine."""
+"""Processes that a launcher starts: `ChildProcess` for any command, `LaunchedWorker` for a worker on this machine."""
 
 import os
 import select
@@ -139,7 +139,7 @@ class ChildProcess:
         self.signal(signal.SIGKILL)
 
 
-class WorkerProcess(ChildProcess):
+class LaunchedWorker(ChildProcess):
     """A worker that waits for its start, runs, or is done."""
 
     def __init__(

@@ -23,7 +23,7 @@ from maniple.errors import InvalidArgument
 from maniple.job import RayResources, thread_variables
 from maniple.launch import ssh_remote
 from maniple.launch.output import Output
-from maniple.launch.process import OUTPUT_VARIABLES, WorkerProcess
+from maniple.launch.process import OUTPUT_VARIABLES, LaunchedWorker
 
 _REMOTE = [sys.executable, "-I", "-S", ssh_remote.__file__]
 # Never prompt for a password; notice within half a minute that a machine is gone.
@@ -31,7 +31,7 @@ _SSH_OPTIONS = ["BatchMode=yes", "ServerAliveInterval=10", "ServerAliveCountMax=
 _CONNECT_TIMEOUT_S = 10.0  # Ray itself retries for minutes
 
 
-class SshWorker(WorkerProcess):
+class SshWorker(LaunchedWorker):
     """A worker at the other end of an ssh connection, which ends with the connection. Its output comes back."""
 
     def launch(self) -> dict[str, Any]:

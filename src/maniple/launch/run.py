@@ -21,7 +21,7 @@ from maniple.host.listener import Listener
 from maniple.job import Job, rendezvous_address, thread_variables
 from maniple.launch.cores import divide_cores, threads_each
 from maniple.launch.external_workers import ExternalWorkersMonitor
-from maniple.launch.process import ChildProcess, WorkerProcess, exit_text, killed_by, stop_all
+from maniple.launch.process import ChildProcess, LaunchedWorker, exit_text, killed_by, stop_all
 from maniple.launch.remote_workers import RayWorker, SshWorker
 from maniple.launch.resume import start_host
 from maniple.launch.services import (
@@ -210,7 +210,7 @@ class _JobRun:
             self._handle_server_exit(child)
         elif isinstance(child, ProducerProcess):
             self._handle_producer_exit(child)
-        elif isinstance(child, WorkerProcess):
+        elif isinstance(child, LaunchedWorker):
             self._handle_worker_exit(child)
         else:
             child.collect()
@@ -231,7 +231,7 @@ class _JobRun:
             failure = f"producer {producer.number} {exit_text(exit_code)}, so the run ends. {output}"
             self._producers.fail(WorkerFailed(failure))
 
-    def _handle_worker_exit(self, worker: WorkerProcess) -> None:
+    def _handle_worker_exit(self, worker: LaunchedWorker) -> None:
         """Restart a failed worker, continue without it, or raise WorkerFailed."""
         exit_code = worker.collect()
         if exit_code == 0:
@@ -255,7 +255,7 @@ class _JobRun:
         output = self._monitor.last_words(worker.rank, worker.unwritten)
         raise WorkerFailed(f"worker {worker.rank} {exit_text(exit_code)}{restarted}{consequence}. {output}")
 
-    def _workers_left(self, lost: WorkerProcess) -> int:
+    def _workers_left(self, lost: LaunchedWorker) -> int:
         """How many workers are left without `lost`, including those that joined by themselves."""
         others = sum(not worker.is_done for worker in self._workers if worker is not lost)
         return others + sum(self._host.segment.state(rank) == LIVE for rank in range(self._job.world, MAX_WORKERS))
@@ -424,12 +424,12 @@ def _reach(job: Job, listener: Listener) -> Environment:
     return environment.replace(address=str(listener.public)) if job.hosts or job.ray else environment
 
 
-def _make_workers(job: Job, host: Host, reach: Environment) -> list[WorkerProcess]:
+def _make_workers(job: Job, host: Host, reach: Environment) -> list[LaunchedWorker]:
     """All workers of a job, none of them started."""
     cores = sorted(os.sched_getaffinity(0))
     threads = thread_variables(threads_each(len(cores), job.workers), read_threads())
     devices = [job.device(rank % job.workers_per_node) for rank in range(job.workers)]
-    kind = RayWorker if job.ray else SshWorker if job.hosts else WorkerProcess
+    kind = RayWorker if job.ray else SshWorker if job.hosts else LaunchedWorker
     return [
         kind(job, host, rank, cores=part, threads=threads, reach=reach)
         for rank, part in enumerate(divide_cores(cores, devices, visible=visible_gpus()))
