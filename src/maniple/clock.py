@@ -86,13 +86,17 @@ class Deadline:
         self.is_over()
         return max(0.001, self._timeout_s - self.waited_s)
 
+    def check(self, what: Callable[[], str], explain: Callable[[], str] = lambda: STOPPED_HOLDER) -> None:
+        """Raise WaitedTooLong if the deadline has expired; see `wait`. For callers that block by themselves."""
+        if self.is_over():
+            raise WaitedTooLong(f"waited {self.waited_s:.1f} s for {what()} (limit {self._timeout_s:g} s). {explain()}")
+
     def wait(self, what: str, explain: Callable[[], str] = lambda: STOPPED_HOLDER) -> None:
         """Sleep before the next check: 20 microseconds at first, growing to 2 milliseconds.
 
         Raises:
             WaitedTooLong: the deadline has expired. `explain` says why it may take so long and what to do.
         """
-        if self.is_over():
-            raise WaitedTooLong(f"waited {self.waited_s:.1f} s for {what} (limit {self._timeout_s:g} s). {explain()}")
+        self.check(lambda: what, explain)
         clock.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 1.5, 2e-3)

@@ -1,12 +1,17 @@
 """Byte locks on files: exclusive between holders, released with them."""
 
 import os
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from maniple.center import ByteLocks
+from maniple.clock import Deadline
 from maniple.errors import WaitedTooLong
+from maniple.memory.locks import LockQueue
+from tests.waiting import PATIENCE_S, await_
 
 
 def test_two_holders_of_one_byte_exclude_each_other_and_other_bytes_are_free(tmp_path):
@@ -66,3 +71,52 @@ def test_forked_child_does_not_keep_its_parent_s_lock(tmp_path):
         for end in ends:
             os.close(end)
         second.close()
+
+
+class Queued:
+    """Threads that take their turn at lock "a" of a queue, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self.queue, self.order = LockQueue(), list[str]()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, timeout_s: float = PATIENCE_S, act: Callable[[], object] = lambda: None) -> None:
+        def take_turn() -> None:
+            try:
+                with self.queue.turn("a", Deadline(timeout_s), lambda: "the lock"):
+                    act()
+                    self.order.append(name)
+            except WaitedTooLong:
+                self.order.append(f"{name} gave up")
+
+        before = len(self.queue._waiting.get("a", ()))
+        self._threads.append(threading.Thread(target=take_turn, daemon=True))
+        self._threads[-1].start()
+        await_(lambda: len(self.queue._waiting["a"]) > before)
+
+    def join(self) -> list[str]:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        assert not self.queue._waiting, "nothing is kept of a lock for which no thread waits"
+        return self.order
+
+
+def test_threads_take_a_lock_in_the_order_in_which_they_came():
+    queued, gate = Queued(), threading.Event()
+    queued.start("first", act=lambda: gate.wait(PATIENCE_S))
+    for number in range(20):
+        queued.start(str(number))
+    with queued.queue.turn("b", Deadline(1), lambda: "another lock"):
+        assert queued.order == []
+    gate.set()
+    assert queued.join() == ["first", *map(str, range(20))]
+
+
+def test_thread_that_gives_up_waiting_lets_the_next_one_pass():
+    queued, gate = Queued(), threading.Event()
+    queued.start("first", act=lambda: gate.wait(PATIENCE_S))
+    queued.start("hasty", timeout_s=0.01)
+    queued.start("last")
+    await_(lambda: queued.order == ["hasty gave up"])
+    gate.set()
+    assert queued.join() == ["hasty gave up", "first", "last"]

@@ -26,6 +26,7 @@ from maniple.clock import Deadline
 from maniple.contracts import Array
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, SharedMemoryFull, WaitedTooLong
 from maniple.layout import Layout
+from maniple.memory.locks import LockQueue
 from maniple.memory.segment import Segment, file_bytes
 from maniple.rules.kernels import numpy_kernels as blocks
 from maniple.wire.codecs import CODECS, Codec
@@ -276,14 +277,15 @@ class CenterService:
         The session is not held while the lock is waited for, so that a newer connection of the worker need not wait.
         """
         deadline = Deadline(LOCK_TIMEOUT_S)
-        while True:
-            with self._session.active():
-                if center.try_lock(i):
-                    try:
-                        return call()
-                    finally:
-                        center.unlock(i)
-            deadline.wait(center.describe_lock(i))
+        with self._session.lock_queue.turn((center.name, i), deadline, lambda: center.describe_lock(i)):
+            while True:
+                with self._session.active():
+                    if center.try_lock(i):
+                        try:
+                            return call()
+                        finally:
+                            center.unlock(i)
+                deadline.wait(center.describe_lock(i))
 
     def _finish_pending(self) -> None:
         """Complete a contribution that an error, such as a lack of memory, has left half-applied."""
@@ -309,9 +311,7 @@ class CenterService:
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
         _check_positions(positions, array)
-        with center.locked(0):
-            version, values = center.version(0), array[positions]
-        self._stream.send(ParameterValue(0, version), values)
+        self._stream.send(*self._with_lock(center, 0, lambda: (ParameterValue(0, center.version(0)), array[positions])))
 
     def _push_elements(self, message: PushElements, size: int) -> None:
         center, array = self._parameter(message.center, 0)
@@ -403,13 +403,15 @@ class WorkerSessions:
     def __init__(self, staging: StagingFiles) -> None:
         self.staging = staging
         self._lock = threading.Lock()
+        self._lock_queue = LockQueue()
         self._sessions: dict[str, WorkerSession] = {}
 
     def start(self, worker: str, stream: Stream) -> "WorkerSession":
         """Make `stream` the connection of `worker`, once the older one has completed what it is applying."""
         with self._lock:
             before = self._sessions.get(worker)
-            session = WorkerSession(stream, threading.Lock() if before is None else before.lock)
+            lock = threading.Lock() if before is None else before.lock
+            session = WorkerSession(stream, lock, self._lock_queue)
             self._sessions[worker] = session
         if before is not None:
             before.supersede()
@@ -431,10 +433,10 @@ class WorkerSessions:
 
 
 class WorkerSession:
-    """One data connection of a worker."""
+    """One data connection of a worker. All connections to one host queue for parameters in `lock_queue`."""
 
-    def __init__(self, stream: Stream, lock: threading.Lock) -> None:
-        self.stream, self.lock = stream, lock
+    def __init__(self, stream: Stream, lock: threading.Lock, lock_queue: LockQueue) -> None:
+        self.stream, self.lock, self.lock_queue = stream, lock, lock_queue
         self._is_superseded = False
 
     @contextlib.contextmanager

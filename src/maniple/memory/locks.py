@@ -11,10 +11,12 @@ import functools
 import mmap
 import os
 import struct
+import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -77,6 +79,43 @@ class ByteLocks:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+
+
+class LockQueue:
+    """Lets the threads of one process take locks in turn: first come, first served, and without polling.
+
+    A lock in a file can only be polled. With hundreds of threads that poll, most of the processor time is spent on
+    failed attempts and some threads wait for seconds; so only the first thread in the queue for a lock polls it.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: dict[Hashable, deque[threading.Lock]] = {}
+
+    @contextmanager
+    def turn(self, lock: Hashable, deadline: Deadline, what: Callable[[], str]) -> Generator[None]:
+        """Be the only thread that waits for or holds `lock`, for the length of a `with` block.
+
+        `deadline` has a slice of 1 s, longer than this thread blocks at once; `what` describes the lock for its error.
+        """
+        gate = threading.Lock()  # held until this thread is the first
+        with self._mutex:
+            queue = self._waiting.setdefault(lock, deque())
+            queue.append(gate)
+            is_first = queue[0] is gate
+            gate.acquire()
+        try:
+            while not is_first and not gate.acquire(timeout=0.5):
+                deadline.check(what)
+            yield
+        finally:
+            with self._mutex:
+                was_first = queue[0] is gate
+                queue.remove(gate)
+                if was_first and queue:
+                    queue[0].release()
+                elif not queue:
+                    del self._waiting[lock]
 
 
 def is_locked(file: int, byte: int) -> bool:
