@@ -39,8 +39,8 @@ from maniple.wire.messages import (
     ListFiles,
     OpenCenter,
     ParameterValue,
+    PullChunk,
     PullElements,
-    PullParameter,
     PushElements,
     ReadFile,
     Refusal,
@@ -316,7 +316,7 @@ class Attacker:
                 message = rng.choice(
                     [
                         FindArray(f"array:{name}"),
-                        PullParameter(f"array:{name}", self._number(), name),
+                        PullChunk(f"array:{name}", self._number(), name),
                         SaveArrays(f"{name}.exe"),
                     ]
                 )
@@ -341,7 +341,7 @@ class Attacker:
     def _question(self) -> bytes:
         rng = self.rng
         message = rng.choice(
-            [DoctorRequest(), Echo(), DoctorReply(0.0, "node", self._number()), PullParameter("center-0", 0, "float32")]
+            [DoctorRequest(), Echo(), DoctorReply(0.0, "node", self._number()), PullChunk("center-0", 0, "float32")]
         )
         payload = rng.randbytes(rng.choice([0, 3, 70_000]))
         return self._mutated(message, payload) if rng.random() < 0.3 else encode(message, len(payload)) + payload
@@ -427,7 +427,7 @@ class Attacker:
         if kind < 0.3:
             return self._offer()
         if kind < 0.45:
-            return PullParameter(self._any_name(), self._index(), self._codec()), b""
+            return PullChunk(self._any_name(), self._index(), self._codec()), b""
         if kind < 0.58:
             count = rng.randrange(4)
             return PullElements(f"array:{rng.choice(list(OWN))}", count), self._positions(count)

@@ -28,12 +28,12 @@ from maniple.layout import Layout, fitted
 from maniple.wire.messages import (
     ArrayList,
     ArraysSaved,
+    ChunkValue,
     ExchangeReply,
     ExchangeRequest,
     Goodbye,
     ListArrays,
     Message,
-    ParameterValue,
     PullElements,
     PushElements,
     SaveArrays,
@@ -183,7 +183,7 @@ class Client:
             positions, dtype = positions_of(layout.entries[0], where), np.dtype(layout.places[0][0])
             flat = np.ascontiguousarray(positions).reshape(-1)
             request, size = PullElements(ARRAY + name, flat.size), flat.size * dtype.itemsize
-            _, data = self._retry(lambda: self._link.request(request, flat, reply=ParameterValue, max_reply_bytes=size))
+            _, data = self._retry(lambda: self._link.request(request, flat, reply=ChunkValue, max_reply_bytes=size))
             if len(data) != size:
                 raise BadFrame(f"{size} bytes of elements were expected, and {len(data)} came.")
             return _narrow(layout, np.ndarray(flat.size, dtype, data)).reshape(positions.shape)

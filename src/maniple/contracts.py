@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-OnValue = Callable[[int, Array], None]  # receives the value of entry i while it is copied
+OnValue = Callable[[int, Array], None]  # receives the value of chunk k while it is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ExchangeInfo:
 
     step: int = 0  # optimizer steps this worker has made
     live: int = 1  # p, the workers alive now
-    staleness: int = 0  # writes of this parameter by others since this worker's last exchange
+    staleness: int = 0  # writes of this chunk by others since this worker's last exchange
 
 
 @dataclass(slots=True)
@@ -44,11 +44,16 @@ class Outcome:
     """The result of one exchange, pull or push."""
 
     size_bytes: int = 0
-    staleness: float = 0.0  # mean over the parameters
+    staleness: float = 0.0  # mean over the chunks
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite values, which were refused
-    torn: list[str] = field(default_factory=list[str])  # parameters that another worker was writing when it died
+    torn: list[str] = field(default_factory=list[str])  # parameters in chunks that a worker was writing when it died
     live: int = 0  # p at the end, where the host reports it
     wire_bytes: int = 0  # bytes through the socket, headers included; 0 in shared memory
+
+    def with_unique_names(self) -> "Outcome":
+        """Name each parameter once, though it may lie in several chunks."""
+        self.refused, self.torn = list(dict.fromkeys(self.refused)), list(dict.fromkeys(self.torn))
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,9 @@ class FlatModel(Protocol):
     """A model as named flat arrays. Adapters provide it for the models of a framework.
 
     `begin()` is called before a pass over the entries. `array(i)` then returns entry i in the center's dtype, flat and
-    contiguous (the parameter's own memory where possible), and `commit(i)` writes it back.
+    contiguous (the parameter's own memory where possible), and `commit(i)` writes it back. `flat_vectors()` returns
+    flat vectors as in the layout and the number of entries, the first ones, that are views of them: a pass over chunks
+    of such entries needs none of the other calls.
     """
 
     @property
@@ -80,10 +87,11 @@ class FlatModel(Protocol):
     def begin(self) -> None: ...
     def array(self, i: int) -> Array: ...
     def commit(self, i: int) -> None: ...
+    def flat_vectors(self) -> tuple[dict[str, Array], int] | None: ...
 
 
 class Exchanger(Protocol):
-    """The part of a rule that a center calls, once per parameter and under its lock."""
+    """The part of a rule that a center calls, once per chunk and under its lock."""
 
     def operation(self, moment: ExchangeInfo) -> Operation | None:
         """The operation of the host that is equivalent to `exchange`; None if there is none."""
@@ -93,13 +101,16 @@ class Exchanger(Protocol):
         """Called after an exchange with the replica's value rounded to half precision."""
         ...
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
-        """Change replica `x` and center `c` in place; return False if non-finite values were refused."""
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
+        """Change replica `x` and center `c` in place; return the positions of refused values, or None."""
         ...
 
 
 class Center(Protocol):
-    """The shared parameters. `tests/contract/test_center.py` tests every implementation."""
+    """The shared parameters, in chunks (`Layout.chunks`). `tests/contract/test_center.py` tests every implementation.
+
+    `memory` has the rule's private vector of each chunk, and `on_value` receives the value of each.
+    """
 
     @property
     def live(self) -> int: ...

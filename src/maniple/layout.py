@@ -2,15 +2,21 @@
 
     entries   w (2, 3) float32 | b (3,) float32 | s (1,) float64
     float32   [w w w w w w b b b]            float64   [s]
+    chunks    [    0    ][   1  ]                      [2]
+
+The vectors are cut into chunks, the unit of everything that an exchange does: locks, versions, messages and
+compression. Small entries share a chunk and large ones have several, so an exchange costs per byte, not per entry.
 
 Half-precision entries (float16, bfloat16) are float32 in the flat vector: rounding a center to half precision would
 lose small contributions.
 """
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +26,9 @@ import numpy as np
 from maniple.contracts import Array, Entry, FlatModel
 from maniple.errors import InvalidArgument, LayoutMismatch
 
+# A chunk takes a few hundred microseconds: long against the cost of its lock and calls (about 10), short enough that
+# workers seldom wait for each other's, and that both directions of a connection are busy.
+CHUNK_BYTES = 2 << 20
 _FLAT_DTYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 _ARRAY_DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"complex64", "complex128"}
 _RESERVED = "__metadata__"  # the header key of metadata in safetensors files
@@ -30,11 +39,54 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MAX_VALUE = {"float16": np.float32(65504), "bfloat16": np.float32(2.0**127 * (2 - 2.0**-7))}
 
 
-class Layout:
-    """The places of entries in flat vectors."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements of one entry that lie in one chunk: `start` to `stop` of the entry, from `offset` of the chunk."""
 
-    def __init__(self, entries: Sequence[Entry], *, is_numeric: bool = False) -> None:
-        """`is_numeric` also admits integers and complex numbers: for named arrays, not for models."""
+    entry: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def in_chunk(self) -> slice:
+        """Where the elements lie in the chunk."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+    @property
+    def in_entry(self) -> slice:
+        """Which elements of the entry they are."""
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of one flat vector, and the entries in it."""
+
+    dtype: str
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    @property
+    def size_bytes(self) -> int:
+        """The size in the center."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+class Layout:
+    """The places of entries in flat vectors, and the chunks of the vectors."""
+
+    def __init__(self, entries: Sequence[Entry], *, is_numeric: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """`is_numeric` also admits integers and complex numbers: for named arrays, not for models.
+
+        A `chunk_bytes` of 0 makes each entry one chunk, whatever its size.
+        """
         self.entries = tuple(entries)
         if not self.entries:
             raise InvalidArgument(
@@ -56,12 +108,35 @@ class Layout:
         self.size_bytes = sum(np.dtype(dtype).itemsize * size for dtype, size in self.sizes.items())
         self.table = msgspec.json.encode([(e.name, e.shape, e.dtype) for e in self.entries])
         self.digest = hashlib.sha256(self.table).hexdigest()
+        self.chunk_bytes = chunk_bytes
 
     @classmethod
-    def from_table(cls, table: bytes) -> "Layout":
+    def from_table(cls, table: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> "Layout":
         """Decode the `table` of a layout in another process."""
         rows = msgspec.json.decode(table, type=list[tuple[str, tuple[int, ...], str]])
-        return cls([Entry(*row) for row in rows], is_numeric=True)
+        return cls([Entry(*row) for row in rows], is_numeric=True, chunk_bytes=chunk_bytes)
+
+    @functools.cached_property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of all vectors, in the order of the vectors."""
+        return [chunk for dtype in self.sizes for chunk in self._chunks_of(dtype)]
+
+    def _chunks_of(self, dtype: str) -> Iterator[Chunk]:
+        """Cut before an entry that does not fit into the chunk any more, and within entries larger than a chunk."""
+        limit = max(1, self.chunk_bytes // np.dtype(dtype).itemsize)
+        first, parts = 0, list[Part]()
+        for i, (its_dtype, start, stop) in enumerate(self.places):
+            if its_dtype != dtype:
+                continue
+            if parts and (stop - first > limit or not self.chunk_bytes):
+                yield Chunk(dtype, first, start, tuple(parts))
+                first, parts = start, []
+            at = start
+            while self.chunk_bytes and stop - first > limit:
+                yield Chunk(dtype, first, first + limit, (Part(i, at - start, first + limit - start, 0),))
+                first = at = first + limit
+            parts.append(Part(i, at - start, stop - start, at - first))
+        yield Chunk(dtype, first, self.sizes[dtype], tuple(parts))
 
     def allocate(self) -> dict[str, Array]:
         """Return new flat vectors of zeros, one per dtype. Pages take no memory until they are written."""
@@ -70,6 +145,35 @@ class Layout:
     def views(self, flat: dict[str, Array]) -> list[Array]:
         """Return one view per entry into the flat vectors."""
         return [flat[dtype][start:stop] for dtype, start, stop in self.places]
+
+    def chunk_views(self, flat: dict[str, Array]) -> list[Array]:
+        """Return one view per chunk into the flat vectors."""
+        return [flat[dtype][start:stop] for dtype, start, stop in self._chunk_places]
+
+    @functools.cached_property
+    def _chunk_places(self) -> list[tuple[str, int, int]]:
+        return [(chunk.dtype, chunk.start, chunk.stop) for chunk in self.chunks]
+
+    def names_in(self, k: int) -> list[str]:
+        """The names of the entries in chunk k."""
+        return [self.entries[part.entry].name for part in self.chunks[k].parts]
+
+    def names_at(self, k: int, positions: Array) -> list[str]:
+        """The names of the entries that have an element at one of these positions of chunk k."""
+        parts = self.chunks[k].parts
+        ends = [part.in_chunk.stop for part in parts]
+        hit = sorted(set(np.searchsorted(ends, positions, side="right").tolist()))
+        return [self.entries[parts[j].entry].name for j in hit]
+
+    def has_half(self, k: int) -> bool:
+        """Whether chunk k has an entry that replicas keep in half precision."""
+        return any(self.is_half(part.entry) for part in self.chunks[k].parts)
+
+    def round_chunk(self, k: int, value: Array) -> None:
+        """Round the flat `value` of chunk k in place to what a replica can hold."""
+        for part in self.chunks[k].parts:
+            if self.is_half(part.entry):
+                self.round(part.entry, value[part.in_chunk])
 
     def is_half(self, i: int) -> bool:
         """Whether replicas keep entry i in half precision, and the center in float32."""

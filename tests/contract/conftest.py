@@ -15,6 +15,12 @@ from ..serving import TOKEN, Serving
 
 
 @pytest.fixture
+def entry_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Centers with one chunk per parameter, for tests about single chunks."""
+    monkeypatch.setattr("maniple.center.shared.CHUNK_BYTES", 0)
+
+
+@pytest.fixture
 def segment() -> Iterator[Segment]:
     segment = Segment.create(Path(os.environ.get("MANIPLE_SHM", "/dev/shm")), secrets.token_hex(8), Path("/tmp"))
     yield segment

@@ -1,5 +1,6 @@
 """What every center promises. One suite for all implementations; a new one is added to `CENTERS`."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from maniple import ASGD, EASGD, Downpour, Rule
+from maniple import ASGD, EASGD, Downpour, Rule, layout
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
+from maniple.center.snapshot import EntryReader
 from maniple.center.tcp_client import TcpCenter
 from maniple.connection.link import Link
 from maniple.contracts import Center, ExchangeInfo, Outcome
 from maniple.errors import InvalidArgument, LayoutMismatch
-from maniple.layout import Layout
 from maniple.wire.messages import JoinRequest
 from maniple.worker.heartbeat_sender import HeartbeatSender
 
@@ -79,9 +80,14 @@ class TcpCenters:
 CENTERS = {"shared": SharedCenters, "tcp": TcpCenters}
 
 
-@pytest.fixture(params=CENTERS)
-def centers(request, tmp_path):
-    centers = CENTERS[request.param](tmp_path)
+CHUNK_BYTES = {"entries": 0, "small": 32, "default": layout.CHUNK_BYTES}  # small ones split and combine parameters
+
+
+@pytest.fixture(params=[f"{center}-{chunks}" for center in CENTERS for chunks in CHUNK_BYTES])
+def centers(request, tmp_path, monkeypatch):
+    kind, _, chunks = request.param.partition("-")
+    monkeypatch.setattr("maniple.center.shared.CHUNK_BYTES", CHUNK_BYTES[chunks])
+    centers = CENTERS[kind](tmp_path)
     yield centers
     centers.close()
 
@@ -92,8 +98,8 @@ class Worker:
     def __init__(self, centers: Centers, params: Params, rank: int = 0) -> None:
         self.params, self.model = params, adapt(params)
         self.center, self.is_creator = centers.connect(params, rank)
-        layout = Layout(self.model.entries)
-        self.memory = layout.views(layout.allocate())
+        its = self.center.layout
+        self.memory = its.chunk_views(its.allocate())
         self.pull()
 
     def pull(self) -> Outcome:
@@ -105,8 +111,8 @@ class Worker:
     def exchange(self, rule: Any, moment: ExchangeInfo | None = None) -> Outcome:
         return self.center.exchange(self.model, rule, self.memory, moment or ExchangeInfo())
 
-    def _remember(self, i: int, value: np.ndarray) -> None:
-        self.memory[i][:] = value
+    def _remember(self, k: int, value: np.ndarray) -> None:
+        self.memory[k][:] = value
 
 
 def some(fill: float = 0.0, dtype: str = "float64") -> Params:
@@ -126,12 +132,18 @@ def seen(centers: Centers, params: Params) -> Params:
     class Look(Rule):
         def exchange(self, x, c, memory, moment):
             values.append(c.copy())
-            return True
 
     order: list[int] = []
-    spectator.center.pull(spectator.model, lambda i, _: order.append(i))
+    spectator.center.pull(spectator.model, lambda k, _: order.append(k))
     spectator.exchange(Look())
-    return {spectator.model.entries[i].name: value for i, value in zip(order, values, strict=True)}
+    its = spectator.center.layout
+    by_chunk, pieces = dict[int, np.ndarray](), iter(values)
+    for k in order:  # a chunk comes in one piece or in several
+        by_chunk[k] = np.zeros(0)
+        while by_chunk[k].size < its.chunks[k].size:
+            by_chunk[k] = np.concatenate([by_chunk[k], next(pieces)])
+    reader = EntryReader(its, by_chunk.__getitem__)
+    return {entry.name: reader.read(i).reshape(-1) for i, entry in enumerate(its.entries)}
 
 
 # Creation
@@ -228,13 +240,14 @@ def test_push_sets_the_center_and_pull_the_replica(centers):
 def test_values_seen_on_the_way_are_those_of_the_center(centers):
     worker = Worker(centers, some(4))
     seen: dict[int, np.ndarray] = {}
-    worker.center.pull(worker.model, lambda i, value: seen.update({i: value.copy()}))
-    assert sorted(seen) == [0, 1, 2]
+    worker.center.pull(worker.model, lambda k, value: seen.update({k: value.copy()}))
+    assert sorted(seen) == list(range(len(worker.center.layout.chunks)))
     assert {float(v) for value in seen.values() for v in value} == {4.0}
     worker.params["s"][...] = 5
     seen.clear()
-    worker.center.push(worker.model, lambda i, value: seen.update({i: value.copy()}))
-    assert [float(seen[i][0]) for i in range(3)] == [4, 4, 5]
+    worker.center.push(worker.model, lambda k, value: seen.update({k: value.copy()}))
+    reader = EntryReader(worker.center.layout, seen.__getitem__)
+    assert [set(reader.read(i).reshape(-1).tolist()) for i in range(3)] == [{4}, {4}, {5}]
 
 
 def test_bytes_of_an_exchange_are_counted_both_ways(centers):
@@ -294,6 +307,7 @@ def test_many_parameters_of_uneven_sizes_do_not_overlap(centers):
         np.testing.assert_array_equal(value, expected[name] + (name == "p3"), err_msg=name)
 
 
+@pytest.mark.parametrize("centers", ["shared-entries", "shared-default", "tcp-entries", "tcp-default"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_parameters_of_some_megabytes_are_exchanged_whole(centers, dtype):
     def params() -> Params:
@@ -340,7 +354,7 @@ def test_exchanges_of_others_since_one_s_last_are_counted(centers):
     second.pull()  # looking is no exchange
     assert first.exchange(Watching(0.5)).staleness == 3
     assert first.exchange(Watching(0.5)).staleness == 0
-    assert seen == [0] * 3 + [3] * 3 + [0] * 3
+    assert [staleness for staleness, _ in itertools.groupby(seen)] == [0, 3, 0]
 
 
 def test_fresh_pull_is_not_stale(centers):
@@ -422,7 +436,7 @@ def test_exchange_of_one_parameter_is_a_transaction(centers):
             value = c + (x - memory)
             time.sleep(1e-4)
             c[:] = x[:] = memory[:] = value
-            return True
+            return
 
     rounds, workers = 8, [Worker(centers, some(), rank=rank) for rank in range(4)]
     together(workers, lambda worker: train(worker, Slow(), rounds))

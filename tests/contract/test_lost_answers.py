@@ -21,6 +21,8 @@ from maniple.memory.segment import Segment
 
 from ..serving import TOKEN, Serving
 
+pytestmark = pytest.mark.usefixtures("entry_chunks")
+
 
 @pytest.fixture
 def host(tmp_path):

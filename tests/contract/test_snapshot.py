@@ -24,6 +24,8 @@ from maniple.record import RunFolder
 
 from ..limits import descriptor_limit, file_limit
 
+pytestmark = pytest.mark.usefixtures("entry_chunks")
+
 LINEAGE = "0123456789abcdef"
 
 
@@ -92,15 +94,40 @@ def test_restored_center_is_the_one_that_was_saved(tmp_path, segment):
     restore(again, path, check_snapshot(path, LINEAGE))
     back = SharedCenter.open(again, again.path / "center-0")
     for i, value in enumerate(params.values()):
-        np.testing.assert_array_equal(back.read(i), value)
+        np.testing.assert_array_equal(back.read(i), value.reshape(-1))
     assert (back.versions, back.note) == (versions, "a rule")
     back.close()
     for name, value in arrays.items():
         array = SharedCenter.open(again, again.path / array_file(name))
-        np.testing.assert_array_equal(array.read(0), value)
+        np.testing.assert_array_equal(array.read(0), value.reshape(-1))
         assert array.read(0).dtype == value.dtype
         array.close()
     again.remove()
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 40, 2 << 20])
+def test_parameters_are_saved_and_restored_whole_whatever_the_chunks(tmp_path, segment, monkeypatch, chunk_bytes):
+    monkeypatch.setattr("maniple.center.shared.CHUNK_BYTES", chunk_bytes)
+    params = {
+        f"p{i}": np.arange(float(size)).astype(dtype)
+        for i, (size, dtype) in enumerate(
+            [(3, "float32"), (50, "float64"), (9, "float16"), (0, "float32"), (30, "float32")]
+        )
+    }
+    share(segment, params).close()
+    path = save(segment, tmp_path / "center")
+    saved = load_file(path / "center-0.safetensors")
+    (tmp_path / "other").mkdir()
+    again = Segment.create(tmp_path / "other", LINEAGE, tmp_path)
+    restore(again, path, check_snapshot(path, LINEAGE))
+    back = SharedCenter.open(again, again.path / "center-0")
+    found = {name: np.zeros_like(value) for name, value in params.items()}
+    back.pull(adapt(found))
+    back.close()
+    again.remove()
+    for name, value in params.items():
+        np.testing.assert_array_equal(saved[name], value)
+        np.testing.assert_array_equal(found[name], value)
 
 
 def test_manifest_tells_how_far_each_worker_was_in_each_parameter_s_copy(tmp_path, segment):
@@ -186,7 +213,7 @@ def test_snapshot_while_others_exchange_has_each_parameter_whole(tmp_path, segme
             c[:2500] += 1
             time.sleep(0)
             c[2500:] += 1
-            return True
+            return
 
     def train() -> None:
         while not stop.is_set():

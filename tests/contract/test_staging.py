@@ -17,6 +17,8 @@ from maniple.errors import SharedMemoryFull
 from maniple.rules import Downpour
 from maniple.rules.kernels import numpy_kernels as blocks
 
+pytestmark = pytest.mark.usefixtures("entry_chunks")
+
 COUNT = 100_000  # 800 kB: 25 blocks, the last one not full
 NUMBER = applied_number(1, 1)
 

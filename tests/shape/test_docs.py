@@ -68,7 +68,7 @@ def test_a_rule_of_ones_own_works_as_printed(page):
             scope: dict = {}
             exec(code, scope)
             x, c = np.array([1.0, 5.0]), np.array([3.0, 5.0])
-            assert scope["Halfway"]().exchange(x, c, None, ExchangeInfo())
+            assert scope["Halfway"]().exchange(x, c, None, ExchangeInfo()) is None
             assert x.tolist() == c.tolist() == [2.0, 5.0]
 
 

@@ -129,3 +129,48 @@ def test_shape_that_no_array_can_have_is_refused(shape):
 def test_largest_shapes_are_shapes_of_arrays(shape):
     entry = Layout([Entry("a", shape, "float32")]).entries[0]
     assert np.empty(entry.size, "int8").reshape(shape).shape == shape
+
+
+# Chunks
+
+sizes_and_dtypes = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from(["float32", "float64", "bfloat16"])), min_size=1, max_size=12
+)
+
+
+@given(sizes_and_dtypes, st.sampled_from([0, 8, 32, 64, 1 << 20]))
+def test_chunks_cover_every_element_once_and_never_mix_dtypes(shapes, chunk_bytes):
+    entries = [Entry(f"e{i}", (size,), dtype) for i, (size, dtype) in enumerate(shapes)]
+    layout = Layout(entries, chunk_bytes=chunk_bytes)
+    reached, taken = dict.fromkeys(layout.sizes, 0), [0] * len(entries)
+    for chunk in layout.chunks:
+        assert chunk.start == reached[chunk.dtype], "chunks follow each other"
+        assert chunk_bytes == 0 or chunk.size_bytes <= chunk_bytes
+        reached[chunk.dtype], filled = chunk.stop, 0
+        for part in chunk.parts:
+            dtype, start, _ = layout.places[part.entry]
+            assert (dtype, start + part.start) == (chunk.dtype, chunk.start + part.offset)
+            assert (part.offset, part.start) == (filled, taken[part.entry]), "without a gap"
+            filled, taken[part.entry] = filled + part.stop - part.start, part.stop
+        assert filled == chunk.size
+    assert (reached, taken) == (layout.sizes, [entry.size for entry in entries])
+
+
+def test_small_entries_share_a_chunk_and_large_ones_have_several():
+    sizes = {"a": 3, "b": 4, "c": 20, "d": 2}
+    layout = Layout([Entry(name, (size,), "float32") for name, size in sizes.items()], chunk_bytes=32)
+    assert [layout.names_in(k) for k in range(len(layout.chunks))] == [["a", "b"], ["c"], ["c"], ["c", "d"]]
+    assert layout.names_at(0, np.array([2])) == ["a"]
+    assert layout.names_at(0, np.array([3, 6])) == ["b"]
+    assert layout.names_at(3, np.array([3, 4])) == ["c", "d"]
+
+
+def test_named_array_is_one_chunk_whatever_its_size():
+    assert len(Layout([Entry("a", (10_000_000,), "float32")], chunk_bytes=0).chunks) == 1
+
+
+def test_rounding_a_chunk_changes_only_what_replicas_keep_in_half_precision():
+    layout = Layout([Entry("a", (2,), "float32"), Entry("h", (2,), "float16")])
+    value = np.full(4, 1 + 2**-20, "float32")
+    layout.round_chunk(0, value)
+    assert value.tolist() == [1 + 2**-20] * 2 + [1.0] * 2

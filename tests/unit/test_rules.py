@@ -25,7 +25,8 @@ def pair(seed: int, size: int = 17, dtype: str = "float64") -> tuple[np.ndarray,
 
 
 def exchange(rule: Rule, x: np.ndarray, c: np.ndarray, memory: np.ndarray | None = None, **moment: int) -> bool:
-    return rule.exchange(x, c, memory, ExchangeInfo(**moment))
+    """Exchange; True if nothing was refused."""
+    return rule.exchange(x, c, memory, ExchangeInfo(**moment)) is None
 
 
 # EASGD

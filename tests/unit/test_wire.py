@@ -29,7 +29,7 @@ from maniple.wire.messages import (
     Goodbye,
     Heartbeat,
     ParameterValue,
-    PullParameter,
+    PullChunk,
     Refusal,
     Welcome,
     refusal_of,
@@ -100,7 +100,7 @@ def test_a_mutated_header_is_a_message_or_a_bad_frame(message, data):
 
 @given(st.binary(min_size=HEAD.size, max_size=HEAD.size), st.booleans())
 def test_any_head_is_read_or_refused_within_its_limit(head, is_ours):
-    head = b"mnpl\x02\x00" + head[6:] if is_ours else head
+    head = b"mnpl\x03\x00" + head[6:] if is_ours else head
     try:
         header_bytes, payload_bytes = decode_head(head, max_payload_bytes=1000)
     except BadFrame:
@@ -132,16 +132,16 @@ def test_every_message_round_trips(message, payload_bytes):
 
 def test_no_two_messages_have_the_same_tag():
     tags = [kind.__struct_config__.tag for kind in KINDS]
-    assert len(set(tags)) == len(tags) == 47
+    assert len(set(tags)) == len(tags) == 48
 
 
-def test_the_bytes_of_protocol_version_2_do_not_change():
-    assert encode(PullParameter("center-0", 3), 0) == (
-        b"mnpl\x02\x00\x14\x00" + bytes(8) + b"\x94\x0f\xa8center-0\x03\xa7float32"
+def test_the_bytes_of_protocol_version_3_do_not_change():
+    assert encode(PullChunk("center-0", 3), 0) == (
+        b"mnpl\x03\x00\x14\x00" + bytes(8) + b"\x94\x0f\xa8center-0\x03\xa7float32"
     )
     offer = ExchangeRequest("center-0", 3, 7, 2, "elastic", 0.5, 1, "bfloat16", 6, "value")
     assert encode(offer, 12) == (
-        b"mnpl\x02\x00\x30\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
+        b"mnpl\x03\x00\x30\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
         b"\x9b\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value"
     )
 
@@ -157,12 +157,12 @@ def test_a_wrong_magic_is_named():
 
 
 def test_a_wrong_version_is_named():
-    with pytest.raises(BadFrame, match=r"speaks version 3 of the protocol, this one 2\. Install the same maniple"):
-        decode_head(HEAD.pack(b"mnpl", 3, 0, 10, 0), max_payload_bytes=100)
+    with pytest.raises(BadFrame, match=r"speaks version 4 of the protocol, this one 3\. Install the same maniple"):
+        decode_head(HEAD.pack(b"mnpl", 4, 0, 10, 0), max_payload_bytes=100)
 
 
 def test_a_payload_above_the_limit_is_named():
-    head = HEAD.pack(b"mnpl", 2, 0, 10, 101)
+    head = HEAD.pack(b"mnpl", 3, 0, 10, 101)
     with pytest.raises(BadFrame, match=r"a payload of 101 bytes is announced, where at most 100 may come"):
         decode_head(head, max_payload_bytes=100)
 

@@ -61,6 +61,13 @@ class Adapter:
         """Write a copy that `array(i)` has made back to the model."""
         raise NotImplementedError(f"{type(self).__name__} must define commit(i)")
 
+    def flat_vectors(self) -> tuple[dict[str, Array], int] | None:
+        """One flat vector per dtype, and how many entries, the first ones, are views of them; None if there are none.
+
+        Called at the start of each pass.
+        """
+        return None
+
     @property
     def parameter_count(self) -> int:
         """The number of entries that are parameters; they come first."""

@@ -9,14 +9,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from maniple.center.shared import SharedCenter
+from maniple.center.shared import ARRAY_FILE, SharedCenter
 from maniple.contracts import Array, Entry
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.layout import Layout
 from maniple.memory.segment import Segment
 
 ARRAY = "array:"  # prefix of an array's name where messages name a center
-ARRAY_FILE = "array-"  # prefix of its file in shared memory
 DAMAGED = (InvalidArgument, msgspec.MsgspecError, ValueError, TypeError, IndexError)  # raised for a damaged file
 _CENTER = re.compile("center-[0-9]{1,4}")
 
@@ -37,6 +36,9 @@ class GivenValues:
 
     def commit(self, i: int) -> None:
         """Do nothing: the values do not change."""
+
+    def flat_vectors(self) -> None:
+        """None: the values are separate arrays."""
 
 
 def single_array(entry: Entry, value: Array) -> GivenValues:

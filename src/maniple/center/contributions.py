@@ -1,4 +1,4 @@
-"""Contributions to a center at a host: what a worker sends for each parameter, and what it does with the reply.
+"""Contributions to a center at a host: what a worker sends for each chunk, and what it does with the reply.
 
     SendValues     rules that send the replica's value (EASGD, ASGD)
     SendChanges    rules that send what the replica has changed (Downpour)
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from maniple.center.chunked_model import ChunkedModel
 from maniple.center.shared import round_replica
-from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Operation
+from maniple.contracts import Array, ExchangeInfo, Exchanger, OnValue, Operation
 from maniple.errors import BadFrame
 from maniple.layout import Layout
 from maniple.wire.codecs import Codec, get_codec
@@ -32,7 +33,7 @@ _UNCOMPRESSED = get_codec("float32")
 
 
 class ErrorFeedback:
-    """Compresses the parameters of one layout and keeps their rounding errors.
+    """Compresses the chunks of one layout and keeps their rounding errors.
 
     One thread may compress while another receives.
     """
@@ -40,29 +41,29 @@ class ErrorFeedback:
     def __init__(self, layout: Layout, wire: str) -> None:
         codec = get_codec(wire)
         self._layout = layout
-        self._codecs = [codec if dtype in {"float32", "float64"} else _UNCOMPRESSED for dtype, _, _ in layout.places]
+        self._codecs = [codec if c.dtype in {"float32", "float64"} else _UNCOMPRESSED for c in layout.chunks]
         self._errors: list[Array] | None = None  # allocated on first use
         self._outgoing = self._incoming = np.empty(0, np.uint8)
 
-    def codec(self, i: int, *, is_plain: bool = False) -> Codec:
-        """The codec of parameter i. Integers are never compressed, and nothing is if `is_plain`."""
-        return _UNCOMPRESSED if is_plain else self._codecs[i]
+    def codec(self, k: int, *, is_plain: bool = False) -> Codec:
+        """The codec of chunk k. Integers are never compressed, and nothing is if `is_plain`."""
+        return _UNCOMPRESSED if is_plain else self._codecs[k]
 
-    def size_bytes(self, i: int, *, is_plain: bool = False) -> int:
-        """The size of parameter i on the wire."""
-        dtype, start, stop = self._layout.places[i]
-        return self.codec(i, is_plain=is_plain).size_bytes(stop - start, np.dtype(dtype).itemsize)
+    def size_bytes(self, k: int, *, is_plain: bool = False) -> int:
+        """The size of chunk k on the wire."""
+        chunk = self._layout.chunks[k]
+        return self.codec(k, is_plain=is_plain).size_bytes(chunk.size, np.dtype(chunk.dtype).itemsize)
 
-    def compress(self, i: int, x: Array) -> Array:
+    def compress(self, k: int, x: Array) -> Array:
         """Compress `x` and the error of the last message; keep the new error."""
-        codec = self._codecs[i]
+        codec = self._codecs[k]
         if codec.is_plain:
             return x
         if self._errors is None:
-            self._errors = self._layout.views(self._layout.allocate())
-        error = self._errors[i]
+            self._errors = self._layout.chunk_views(self._layout.allocate())
+        error = self._errors[k]
         error += x
-        data = self._pack(i, error)
+        data = self._pack(k, error)
         sent = np.empty_like(x)
         codec.unpack(data, sent)
         with np.errstate(invalid="ignore"):
@@ -70,24 +71,23 @@ class ErrorFeedback:
         np.copyto(error, 0, where=~np.isfinite(error))
         return data
 
-    def compress_change(self, i: int, change: Array) -> Array:
+    def compress_change(self, k: int, change: Array) -> Array:
         """Compress `change`, and set it to what the receiver will decode.
 
         The rest is not lost: it stays in the difference between the replica and the center.
         """
-        codec = self._codecs[i]
+        codec = self._codecs[k]
         if codec.is_plain:
             return change
-        data = self._pack(i, change)
+        data = self._pack(k, change)
         codec.unpack(data, change)
         return data
 
-    def receive(self, i: int, stream: Stream, size: int, *, is_plain: bool = False) -> Array:
-        """Receive and decompress a value of parameter i, announced with `size`. It is valid until the next call."""
-        self.check_size(i, size, is_plain=is_plain)
-        codec = self.codec(i, is_plain=is_plain)
-        dtype, start, stop = self._layout.places[i]
-        value_bytes = (stop - start) * np.dtype(dtype).itemsize
+    def receive(self, k: int, stream: Stream, size: int, *, is_plain: bool = False) -> Array:
+        """Receive and decompress a value of chunk k, announced with `size`. It is valid until the next call."""
+        self.check_size(k, size, is_plain=is_plain)
+        codec = self.codec(k, is_plain=is_plain)
+        dtype, value_bytes = self._layout.chunks[k].dtype, self._layout.chunks[k].size_bytes
         needed = value_bytes + (0 if codec.is_plain else size)
         if self._incoming.size < needed:
             self._incoming = np.empty(needed, np.uint8)
@@ -100,18 +100,18 @@ class ErrorFeedback:
             codec.unpack(data, value)
         return value
 
-    def check_size(self, i: int, size: int, *, is_plain: bool = False) -> None:
-        """Raise BadFrame unless an announced value of parameter i has the right size."""
-        expected = self.size_bytes(i, is_plain=is_plain)
+    def check_size(self, k: int, size: int, *, is_plain: bool = False) -> None:
+        """Raise BadFrame unless an announced value of chunk k has the right size."""
+        expected = self.size_bytes(k, is_plain=is_plain)
         if size != expected:
-            raise BadFrame(f"{size} bytes came for parameter {i}, which has {expected}.")
+            raise BadFrame(f"{size} bytes came for chunk {k}, which has {expected}.")
 
-    def _pack(self, i: int, values: Array) -> Array:
-        size = self.size_bytes(i)
+    def _pack(self, k: int, values: Array) -> Array:
+        size = self.size_bytes(k)
         if self._outgoing.size < size:
             self._outgoing = np.empty(size, np.uint8)
         data = self._outgoing[:size]
-        self._codecs[i].pack(values, data)
+        self._codecs[k].pack(values, data)
         return data
 
 
@@ -127,7 +127,7 @@ class Contribution(ABC):
     def __init__(
         self,
         center: "TcpCenter",
-        model: FlatModel,
+        model: ChunkedModel,
         operation: Operation,
         rule: Exchanger | None = None,
         memory: Sequence[Array] | None = None,
@@ -135,39 +135,44 @@ class Contribution(ABC):
         self._center, self._model, self._operation = center, model, operation
         self._rule, self._memory = rule, memory
         self._in_flight: dict[int, Array] = {}
-        self.refused: list[int] = []  # with compression a move does not show what a refused element becomes
+        self.refused: dict[int, Array] = {}  # the positions of refused elements, by chunk
+        self.unknown: list[int] = []  # with compression a move does not show what a refused element becomes
 
-    def request(self, i: int, sequence: int, item: int) -> ExchangeRequest:
-        """The request for parameter i, as item `item` of exchange `sequence`."""
+    def request(self, k: int, sequence: int, item: int) -> ExchangeRequest:
+        """The request for chunk k, as item `item` of exchange `sequence`."""
         center, operation = self._center, self._operation
-        codec = center.feedback.codec(i, is_plain=self.is_plain)
-        answer, seen = self.answer if codec.is_plain else self.answer_compressed, center.seen[i]
+        codec = center.feedback.codec(k, is_plain=self.is_plain)
+        answer, seen = self.answer if codec.is_plain else self.answer_compressed, center.seen[k]
         return ExchangeRequest(
-            center.name, i, sequence, item, operation.name, operation.a, operation.b, codec.name, seen, answer
+            center.name, k, sequence, item, operation.name, operation.a, operation.b, codec.name, seen, answer
         )
 
     @abstractmethod
-    def payload(self, i: int) -> Array:
+    def payload(self, k: int) -> Array:
         """The value that is sent with the request."""
 
     @abstractmethod
-    def on_reply(self, i: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
+    def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         """Receive the reply's payload of `size` bytes, and update the replica."""
 
     @abstractmethod
-    def on_lost_reply(self, i: int) -> None:
-        """Update the replica: the host has applied parameter i, but the reply was lost."""
+    def on_lost_reply(self, k: int) -> None:
+        """Update the replica: the host has applied chunk k, but the reply was lost."""
 
     def begin(self) -> None:
         """Start a pass over the model."""
         self._model.begin()
 
-    def _commit(self, i: int, x: Array, version: int) -> None:
+    def end(self) -> None:
+        """End the pass."""
+        self._model.end()
+
+    def _commit(self, k: int, x: Array, version: int) -> None:
         """Write the replica's new value back, which includes the center's `version`."""
         if self._rule is not None:
-            round_replica(self._center.layout, i, x, self._rule, None if self._memory is None else self._memory[i])
-        self._model.commit(i)
-        self._center.seen[i] = version
+            round_replica(self._center.layout, k, x, self._rule, None if self._memory is None else self._memory[k])
+        self._model.commit(k)
+        self._center.seen[k] = version
 
 
 class SendValues(Contribution):
@@ -175,22 +180,24 @@ class SendValues(Contribution):
 
     answer, answer_compressed = "value", "move"
 
-    def payload(self, i: int) -> Array:
-        self._in_flight[i] = x = self._model.array(i)
-        return self._center.feedback.compress(i, x)
+    def payload(self, k: int) -> Array:
+        self._in_flight[k] = x = self._model.array(k)
+        return self._center.feedback.compress(k, x)
 
-    def on_reply(self, i: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
-        center, x = self._center, self._in_flight.pop(i)
-        if center.feedback.codec(i).is_plain:
-            center.feedback.check_size(i, size)
+    def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
+        center, x = self._center, self._in_flight.pop(k)
+        if not reply.is_clean:
+            self.refused[k] = _suspects(x)
+        if center.feedback.codec(k).is_plain:
+            center.feedback.check_size(k, size)
             stream.receive_in_blocks(x)  # after a break each element has moved, or moves with the next exchange
         else:
-            x += center.feedback.receive(i, stream, size)
+            x += center.feedback.receive(k, stream, size)
             if not reply.is_clean:
-                self.refused.append(i)
-        self._commit(i, x, reply.version)
+                self.unknown.append(k)
+        self._commit(k, x, reply.version)
 
-    def on_lost_reply(self, i: int) -> None:
+    def on_lost_reply(self, k: int) -> None:
         """Do nothing: the replica moves with the next exchange."""
 
 
@@ -206,7 +213,7 @@ class SendChanges(Contribution):
     def __init__(
         self,
         center: "TcpCenter",
-        model: FlatModel,
+        model: ChunkedModel,
         operation: Operation,
         rule: Exchanger,
         *,
@@ -216,19 +223,21 @@ class SendChanges(Contribution):
         super().__init__(center, model, operation, rule, memory)
         self._old, self._sent = memory, sent
 
-    def payload(self, i: int) -> Array:
+    def payload(self, k: int) -> Array:
         with np.errstate(invalid="ignore"):
-            np.subtract(self._model.array(i), self._old[i], out=self._sent[i])
-        return self._center.feedback.compress_change(i, self._sent[i])
+            np.subtract(self._model.array(k), self._old[k], out=self._sent[k])
+        return self._center.feedback.compress_change(k, self._sent[k])
 
-    def on_reply(self, i: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
-        self._update(i, self._center.feedback.receive(i, stream, size), reply.version)
+    def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
+        if not reply.is_clean:
+            self.refused[k] = _suspects(self._sent[k])
+        self._update(k, self._center.feedback.receive(k, stream, size), reply.version)
 
-    def on_lost_reply(self, i: int) -> None:
-        self._center.fetch([i], self._update)
+    def on_lost_reply(self, k: int) -> None:
+        self._center.fetch([k], self._update)
 
-    def _update(self, i: int, c: Array, version: int) -> None:
-        x, old, sent = self._model.array(i), self._old[i], self._sent[i]
+    def _update(self, k: int, c: Array, version: int) -> None:
+        x, old, sent = self._model.array(k), self._old[k], self._sent[k]
         for start in range(0, x.size, _BLOCK):
             part = slice(start, start + _BLOCK)
             with np.errstate(invalid="ignore"):
@@ -236,32 +245,33 @@ class SendChanges(Contribution):
                 own += c[part]
             np.copyto(own, c[part], where=~np.isfinite(own))
             x[part], old[part] = own, c[part]
-        self._commit(i, x, version)
+        self._commit(k, x, version)
 
 
 class Replace(Contribution):
     """Replaces the center by the replica."""
 
-    def __init__(self, center: "TcpCenter", model: FlatModel, on_value: OnValue | None) -> None:
+    def __init__(self, center: "TcpCenter", model: ChunkedModel, on_value: OnValue | None) -> None:
         super().__init__(center, model, Operation("replace"))
         self._on_value = on_value
 
-    def payload(self, i: int) -> Array:
-        return self._center.feedback.compress(i, self._model.array(i))
+    def payload(self, k: int) -> Array:
+        return self._center.feedback.compress(k, self._model.array(k))
 
-    def on_reply(self, i: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
+    def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         stream.receive_bytes(size, at_most=0)
-        self._center.seen[i] = reply.version
-        if reply.is_clean:
-            self.on_lost_reply(i)
+        self._center.seen[k] = reply.version
+        if not reply.is_clean:
+            self.refused[k] = _suspects(self._model.array(k))
+        self.on_lost_reply(k)
 
-    def on_lost_reply(self, i: int) -> None:
+    def on_lost_reply(self, k: int) -> None:
         if self._on_value is not None:
-            self._on_value(i, self._model.array(i))
+            self._on_value(k, self._model.array(k))
 
 
 class Swap(Contribution):
-    """Applies a user's own rule to one parameter: computed here on copies, which count once the host accepts them.
+    """Applies a user's own rule to one chunk: computed here on copies, which count once the host accepts them.
 
     The host swaps the center's value only if it has not been written since it was fetched (compare and swap).
     """
@@ -271,49 +281,56 @@ class Swap(Contribution):
     def __init__(
         self,
         center: "TcpCenter",
-        model: FlatModel,
+        model: ChunkedModel,
         rule: Exchanger,
         memory: Sequence[Array] | None,
         info: ExchangeInfo,
     ) -> None:
         super().__init__(center, model, Operation("swap"))
         self._rule, self._memory, self._info = rule, memory, info
-        self.is_done = self.is_clean = False
+        self.is_done = False
         self.staleness = 0
 
-    def compute(self, i: int) -> list[str]:
-        """Fetch the center's value and apply the rule to it; return the parameter's name if it is torn."""
+    def compute(self, k: int) -> list[str]:
+        """Fetch the center's value and apply the rule to it; return the names of its parameters if it is torn."""
         self.is_done = False
-        return self._center.fetch([i], self._compute, is_plain=True)
+        return self._center.fetch([k], self._compute, is_plain=True)
 
-    def _compute(self, i: int, c: Array, version: int) -> None:
-        self._before = self._model.array(i).copy()
+    def _compute(self, k: int, c: Array, version: int) -> None:
+        self._before = self._model.array(k).copy()
         self._x, self._c, self._version = self._before.copy(), c.copy(), version
-        self._past = None if self._memory is None else self._memory[i].copy()
-        self._info.staleness = self.staleness = max(0, version - self._center.seen[i]) // 2
-        self.is_clean = self._rule.exchange(self._x, self._c, self._past, self._info)
-        round_replica(self._center.layout, i, self._x, self._rule, self._past)
+        self._past = None if self._memory is None else self._memory[k].copy()
+        self._info.staleness = self.staleness = max(0, version - self._center.seen[k]) // 2
+        refused = self._rule.exchange(self._x, self._c, self._past, self._info)
+        self.refused = {} if refused is None else {k: refused}
+        round_replica(self._center.layout, k, self._x, self._rule, self._past)
 
-    def request(self, i: int, sequence: int, item: int) -> ExchangeRequest:
-        return msgspec.structs.replace(super().request(i, sequence, item), seen=self._version)
+    def request(self, k: int, sequence: int, item: int) -> ExchangeRequest:
+        return msgspec.structs.replace(super().request(k, sequence, item), seen=self._version)
 
-    def payload(self, i: int) -> Array:
-        del i
+    def payload(self, k: int) -> Array:
+        del k
         return self._c
 
-    def on_reply(self, i: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
+    def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         stream.receive_bytes(size, at_most=0)
         if reply.is_done:
-            self._center.seen[i] = reply.version
-            self.on_lost_reply(i)
+            self._center.seen[k] = reply.version
+            self.on_lost_reply(k)
 
-    def on_lost_reply(self, i: int) -> None:
-        x = self._model.array(i)
+    def on_lost_reply(self, k: int) -> None:
+        x = self._model.array(k)
         if np.array_equal(x, self._before, equal_nan=True):
             x[:] = self._x
         else:  # it has trained while the host was away
             x += self._x - self._before
         if self._memory is not None and self._past is not None:
-            self._memory[i][:] = self._past
-        self._model.commit(i)
+            self._memory[k][:] = self._past
+        self._model.commit(k)
         self.is_done = True
+
+
+def _suspects(values: Array) -> Array:
+    """The elements that the host must have refused: those that are not finite, else the largest, which overflowed."""
+    (found,) = np.nonzero(~np.isfinite(values))
+    return found if found.size else np.array([np.abs(values).argmax()])

@@ -1,7 +1,7 @@
 """The center in shared memory: local workers map it and apply the rule themselves.
 
-Each parameter has a lock, one byte of the file, and a version. A worker that is killed during a write leaves each
-element old or new, the lock free and the version odd; the next holder of the lock reports the parameter as torn.
+Each chunk has a lock, one byte of the file, and a version. A worker that is killed during a write leaves each element
+old or new, the lock free and the version odd; the next holder of the lock reports the chunk's parameters as torn.
 What a killed host has begun for a remote worker is completed instead (`staging`).
 """
 
@@ -12,16 +12,23 @@ from pathlib import Path
 
 import numpy as np
 
+from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.staging import existing_files, finish_pending
 from maniple.clock import Deadline
 from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
 from maniple.errors import LayoutMismatch
-from maniple.layout import Layout
+from maniple.layout import CHUNK_BYTES, Chunk, Layout
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import CenterFile, Segment
 
-_CREATE = 1 << 40  # the byte that creators lock; parameter i is locked by byte i
+_CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
+ARRAY_FILE = "array-"  # prefix of the file of a named array
 LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
+
+
+def chunk_bytes(name: str) -> int:
+    """The size of the chunks of a center; 0 for a named array, which is one chunk so that each push is atomic."""
+    return 0 if name.startswith(ARRAY_FILE) else CHUNK_BYTES
 
 
 class SharedCenter:
@@ -35,7 +42,8 @@ class SharedCenter:
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
         self._seen = list(self._versions)
         self._size_bytes = self.layout.size_bytes
-        self._is_half = [self.layout.is_half(i) for i in range(len(self._arrays))]
+        self._is_half = [self.layout.has_half(k) for k in range(len(self._arrays))]
+        self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._locks = ByteLocks(path)
 
     @classmethod
@@ -54,7 +62,7 @@ class SharedCenter:
 
         The creator's `note` is stored. Concurrent creators wait for the first; one that dies is replaced by the next.
         """
-        layout, path = Layout(model.entries, is_numeric=True), segment.path / name
+        layout, path = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name)), segment.path / name
         with (
             closing(ByteLocks(path)) as locks,
             locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"),
@@ -83,103 +91,127 @@ class SharedCenter:
     def exchange(
         self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
     ) -> Outcome:
-        """Apply `rule` to every parameter of `model` and of the center."""
+        """Apply `rule` to every chunk of `model` and of the center."""
 
-        def apply(i: int, x: Array, c: Array) -> bool:
-            moment.staleness = max(0, self._versions[i] - self._seen[i]) // 2
-            past = None if memory is None else memory[i]
-            is_clean = rule.exchange(x, c, past, moment)
-            if self._is_half[i]:
-                round_replica(self.layout, i, x, rule, past)
-            return is_clean
+        def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
+            moment.staleness = max(0, self._versions[k] - self._seen[k]) // 2
+            refused: list[Array] = []
+            # Rounding needs the chunk as a whole; else its pieces are exchanged where they are.
+            pieces = [(slice(0, None), chunks.array(k))] if self._is_half[k] else chunks.pieces(k)
+            for where, x in pieces:
+                past = None if memory is None else memory[k][where]
+                if (found := rule.exchange(x, c[where], past, moment)) is not None:
+                    refused.append(where.start + found)
+                if self._is_half[k]:
+                    round_replica(self.layout, k, x, rule, past)
+            return np.concatenate(refused) if refused else None
 
         return self._for_each(model, apply, ways=2)
 
     def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
-        """Set `model` to the center; `on_value` receives each parameter's value, under its lock.
+        """Set `model` to the center; `on_value` receives each chunk's value, under its lock.
 
         With `peek`, staleness is still measured from the last exchange or pull before.
         """
 
-        def apply(i: int, x: Array, c: Array) -> bool:
+        def apply(k: int, chunks: ChunkedModel, c: Array) -> None:
+            x = chunks.array(k)
             x[:] = c
-            self.layout.round(i, x)
+            if self._is_half[k]:
+                self.layout.round_chunk(k, x)
             if on_value is not None:
-                on_value(i, x)
-            return True
+                on_value(k, x)
 
         return self._for_each(model, apply, writes=False, peek=peek)
 
     def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite; `on_value` as in `pull`."""
 
-        def apply(i: int, x: Array, c: Array) -> bool:
+        def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
+            x, refused = chunks.array(k), None
             if not np.isfinite(x).all():
-                return False
+                refused = np.flatnonzero(~np.isfinite(x))
+                x = finite_parts(self.layout.chunks[k], x, c)
             c[:] = x
             if on_value is not None:
-                on_value(i, x)
-            return True
+                on_value(k, x)
+            return refused
 
         return self._for_each(model, apply)
 
     def _for_each(
         self,
         model: FlatModel,
-        apply: Callable[[int, Array, Array], bool],
+        apply: Callable[[int, ChunkedModel, Array], Array | None],
         *,
         writes: bool = True,
         ways: int = 1,
         peek: bool = False,
     ) -> Outcome:
-        """Call `apply(i, replica's value, center's value)` for each parameter, under its lock.
+        """Call `apply(k, the replica's chunks, the center's chunk)` for each chunk, under its lock.
 
-        Parameters that others hold are deferred.
+        It returns the positions of refused elements. Chunks that others hold are deferred.
         """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
-        versions, seen, holders = self._versions, self._seen, self._holders
         is_locking, try_lock, unlock = self._lock, self._locks.take, self._locks.give
-        model.begin()
-        count, stale = len(seen), 0
-        waiting = deque(visiting_order(count, self._rank, self._segment.live))
+        self._chunks = chunks = chunks_of(model, self.layout, self._chunks)
+        chunks.begin()
+        waiting = deque(visiting_order(len(self._seen), self._rank, self._segment.live))
         busy, deadline = 0, None  # how many of those waiting were found locked in a row
-        while waiting:
-            i = waiting.popleft()
-            if is_locking and not try_lock(i):
-                waiting.append(i)
-                busy += 1
-                if busy >= len(waiting):
-                    deadline = deadline or Deadline(LOCK_TIMEOUT_S)
-                    deadline.wait(self.describe_lock(i))
-                    busy = 0
-                continue
-            try:
-                holders[i] = self._rank + 1
-                version = versions[i]
-                if version & 1 and is_locking and self._finish_pending(i):
-                    version = versions[i]
-                if version & 1:
-                    version += 1
+        try:
+            while waiting:
+                k = waiting.popleft()
+                if is_locking and not try_lock(k):
+                    waiting.append(k)
+                    busy += 1
+                    if busy >= len(waiting):
+                        deadline = deadline or Deadline(LOCK_TIMEOUT_S)
+                        deadline.wait(self.describe_lock(k))
+                        busy = 0
+                    continue
+                try:
+                    self._visit(k, chunks, apply, outcome, writes=writes, peek=peek)
+                finally:
                     if is_locking:
-                        outcome.torn.append(self.layout.entries[i].name)
-                stale += max(0, version - seen[i]) // 2
-                value = model.array(i)
-                if writes:
-                    versions[i] = version + 1
-                if not apply(i, value, self._arrays[i]):
-                    outcome.refused.append(self.layout.entries[i].name)
-                if writes:
-                    version += 2
-                versions[i] = version  # after a pull too: a torn parameter is reported once
-                if not peek:
-                    seen[i] = version
-                model.commit(i)
-            finally:
-                if is_locking:
-                    unlock(i)
-            busy, deadline = 0, None
-        outcome.staleness = stale / count
-        return outcome
+                        unlock(k)
+                busy, deadline = 0, None
+        finally:
+            chunks.end()
+        outcome.staleness /= len(self._seen)
+        return outcome.with_unique_names()
+
+    def _visit(
+        self,
+        k: int,
+        chunks: ChunkedModel,
+        apply: Callable[[int, ChunkedModel, Array], Array | None],
+        outcome: Outcome,
+        *,
+        writes: bool,
+        peek: bool,
+    ) -> None:
+        """Call `apply` for chunk k, whose lock is held, and update its version."""
+        versions, seen = self._versions, self._seen
+        self._holders[k] = self._rank + 1
+        version = versions[k]
+        if version & 1 and self._lock and self._finish_pending(k):
+            version = versions[k]
+        if version & 1:
+            version += 1
+            if self._lock:
+                outcome.torn += self.layout.names_in(k)
+        outcome.staleness += max(0, version - seen[k]) // 2
+        chunks.pieces(k)  # an error about the model must come before the chunk is marked as being written
+        if writes:
+            versions[k] = version + 1
+        if (refused := apply(k, chunks, self._arrays[k])) is not None:
+            outcome.refused += self.layout.names_at(k, refused)
+        if writes:
+            version += 2
+        versions[k] = version  # after a pull too: a torn chunk is reported once
+        if not peek:
+            seen[k] = version
+        chunks.commit(k)
 
     def release(self) -> None:
         """Unmap the pages from this process. They stay in shared memory and are mapped again on access."""
@@ -189,93 +221,105 @@ class SharedCenter:
         """Give up the locks. The mapping ends with the last array that refers to it."""
         self._locks.close()
 
-    # Single parameters, for the host.
+    # Single chunks, for the host.
 
     @contextmanager
-    def locked(self, i: int) -> Generator[None]:
-        """Hold the lock of parameter i for the length of a `with` block."""
+    def locked(self, k: int) -> Generator[None]:
+        """Hold the lock of chunk k for the length of a `with` block."""
         deadline = Deadline(LOCK_TIMEOUT_S)
-        while not self.try_lock(i):
-            deadline.wait(self.describe_lock(i))
+        while not self.try_lock(k):
+            deadline.wait(self.describe_lock(k))
         try:
             yield
         finally:
-            self.unlock(i)
+            self.unlock(k)
 
-    def try_lock(self, i: int) -> bool:
-        """Lock parameter i if it is free, and complete what a killed host has begun on it."""
-        if not self._locks.take(i):
+    def try_lock(self, k: int) -> bool:
+        """Lock chunk k if it is free, and complete what a killed host has begun on it."""
+        if not self._locks.take(k):
             return False
-        self._holders[i] = self._rank + 1
-        self._finish_pending(i)
+        self._holders[k] = self._rank + 1
+        self._finish_pending(k)
         return True
 
-    def unlock(self, i: int) -> None:
-        """Unlock parameter i."""
-        self._locks.give(i)
+    def unlock(self, k: int) -> None:
+        """Unlock chunk k."""
+        self._locks.give(k)
 
-    def describe_lock(self, i: int) -> str:
-        """The lock of parameter i and its last holder, for messages."""
-        holder = self._holders[i]
+    def describe_lock(self, k: int) -> str:
+        """The lock of chunk k and its last holder, for messages."""
+        holder, names = self._holders[k], self.layout.names_in(k)
         who = f"worker {holder - 1}" if holder else "the host"
-        return f"the lock of parameter {self.layout.entries[i].name!r}, last held by {who}"
+        more = f" and {len(names) - 1} more in its chunk" if len(names) > 1 else ""
+        return f"the lock of parameter {names[0]!r}{more}, last held by {who}"
 
-    def array(self, i: int) -> Array:
-        """Parameter i itself, flat, in shared memory. The caller holds its lock."""
-        return self._arrays[i]
+    def array(self, k: int) -> Array:
+        """Chunk k itself, in shared memory. The caller holds its lock."""
+        return self._arrays[k]
 
-    def read(self, i: int, under_lock: Callable[[], None] | None = None) -> Array:
-        """Return a copy of parameter i in its shape; `under_lock` is called while the lock is held."""
-        value = np.empty_like(self._arrays[i])
-        with self.locked(i):
-            value[:] = self._arrays[i]
+    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
+        """Return a copy of chunk k; `under_lock` is called while the lock is held."""
+        value = np.empty_like(self._arrays[k])
+        with self.locked(k):
+            value[:] = self._arrays[k]
             if under_lock is not None:
                 under_lock()
-        return value.reshape(self.layout.entries[i].shape)
+        return value
 
-    def is_torn(self, i: int) -> bool:
-        """Whether a local worker died while it wrote parameter i, and it has not been written since."""
-        return bool(self._versions[i] & 1)
+    def is_torn(self, k: int) -> bool:
+        """Whether a local worker died while it wrote chunk k, and it has not been written since."""
+        return bool(self._versions[k] & 1)
 
-    def version(self, i: int) -> int:
-        """Twice the number of writes of parameter i, an interrupted one included."""
-        return self._versions[i] + (self._versions[i] & 1)
+    def version(self, k: int) -> int:
+        """Twice the number of writes of chunk k, an interrupted one included."""
+        return self._versions[k] + (self._versions[k] & 1)
 
     @property
     def versions(self) -> list[int]:
         """The raw versions: 2 per write, odd during a write and after an interrupted one."""
         return list(self._versions)
 
-    def begin_write(self, i: int) -> None:
-        """Mark parameter i, whose lock is held, as being written."""
-        self._versions[i] |= 1
+    def begin_write(self, k: int) -> None:
+        """Mark chunk k, whose lock is held, as being written."""
+        self._versions[k] |= 1
 
-    def end_write(self, i: int) -> None:
-        """Mark the write of parameter i as complete."""
-        self._versions[i] = (self._versions[i] | 1) + 1
+    def end_write(self, k: int) -> None:
+        """Mark the write of chunk k as complete."""
+        self._versions[k] = (self._versions[k] | 1) + 1
 
     def restore_versions(self, versions: Sequence[int]) -> None:
         """Continue with the versions of an earlier center, whose values were restored from a snapshot."""
-        for i, version in enumerate(versions):
-            self._versions[i] = version + (version & 1)
+        if len(versions) != len(self._versions):  # of a maniple that cut other chunks
+            versions = [max(versions)] * len(self._versions)
+        for k, version in enumerate(versions):
+            self._versions[k] = version + (version & 1)
 
-    def _finish_pending(self, i: int) -> bool:
-        """Complete what a killed host has begun on parameter i, whose lock is held; False if there is nothing."""
-        return bool(self._versions[i] & 1) and finish_pending(self._segment.path, self, i)
+    def _finish_pending(self, k: int) -> bool:
+        """Complete what a killed host has begun on chunk k, whose lock is held; False if there is nothing."""
+        return bool(self._versions[k] & 1) and finish_pending(self._segment.path, self, k)
 
 
 def visiting_order(count: int, rank: int, live: int) -> list[int]:
-    """All parameters, starting at one that depends on the rank: workers seldom wait for each other's locks."""
+    """All chunks, starting at one that depends on the rank: workers seldom wait for each other's locks."""
     start = max(0, rank) * count // max(1, live) % count
     return [*range(start, count), *range(start)]
 
 
-def round_replica(layout: Layout, i: int, x: Array, rule: Exchanger, memory: Array | None) -> None:
-    """Round a replica's new value `x` of parameter i to half precision, if that is what the replica holds."""
-    if layout.is_half(i):
-        layout.round(i, x)
+def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, memory: Array | None) -> None:
+    """Round a replica's new value `x` of chunk k where the replica holds half precision."""
+    if layout.has_half(k):
+        layout.round_chunk(k, x)
         if memory is not None:
             rule.rounded(x, memory)
+
+
+def finite_parts(chunk: Chunk, x: Array, c: Array) -> Array:
+    """A copy of `x`, with the center's value for each parameter that is not finite."""
+    x = x.copy()
+    for part in chunk.parts:
+        if not np.isfinite(x[part.in_chunk]).all():
+            x[part.in_chunk] = c[part.in_chunk]
+    return x
 
 
 def finish_all(segment: Segment) -> int:
@@ -287,7 +331,7 @@ def finish_all(segment: Segment) -> int:
             center = SharedCenter.open(segment, segment.path / intent.center) if intent is not None else None
             if intent is None or center is None:
                 continue
-            with closing(center), center.locked(intent.i):  # completes it if the version is odd
-                staging.finish(center, intent.i)
+            with closing(center), center.locked(intent.chunk):  # completes it if the version is odd
+                staging.finish(center, intent.chunk)
             count += 1
     return count

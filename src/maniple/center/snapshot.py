@@ -5,16 +5,17 @@
                            manifest.json           lineage, counters, layout, rule, digests
     center/center-0.safetensors -> snapshot-000007/center-0.safetensors
 
-Each parameter is locked only while it is copied, and training continues. For each parameter the manifest holds the
-applied number of every remote worker at the time of the copy. From it a worker whose host restarts from the snapshot
-learns which of its last contributions are included. For a worker that contributed nothing in the meantime, one number
-stands for all parameters.
+Each chunk is locked only while it is copied, and training continues. For each chunk the manifest holds the applied
+number of every remote worker at the time of the copy. From it a worker whose host restarts from the snapshot learns
+which of its last contributions are included. For a worker that contributed nothing in the meantime, one number stands
+for all chunks.
 
 safetensors files are written array by array, so that no second copy of the center is needed in memory: 8 bytes of
 length, a JSON header of names, dtypes, shapes and offsets, then the raw values. Exports may be HDF5 files.
 """
 
 import copy
+import functools
 import hashlib
 import os
 import re
@@ -35,7 +36,7 @@ from maniple.center.shared import SharedCenter
 from maniple.center.staging import AppliedTable, by_worker
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
-from maniple.layout import Layout
+from maniple.layout import Layout, Part
 from maniple.memory.segment import Segment
 from maniple.record.folder import point, sync_folder, write_json
 
@@ -76,10 +77,10 @@ class Manifest(msgspec.Struct):
     updates: int
     centers: list[SavedCenter]
     files: dict[str, tuple[int, str]]  # size and SHA-256
-    applied: dict[str, dict[str, list[int]]]  # worker -> center -> applied number per parameter
+    applied: dict[str, dict[str, list[int]]]  # worker -> center -> applied number per chunk
     versions: dict[str, str]
     extra: dict[str, msgspec.Raw] = {}  # what other components store beside the center
-    words: dict[str, int] = {}  # worker -> applied number for all parameters; the larger of this and `applied` holds
+    words: dict[str, int] = {}  # worker -> applied number for all chunks; the larger of this and `applied` holds
     forgotten: int = 0  # workers whose applied numbers are not known any more
     left_out: dict[str, str] = {}  # damaged files of named arrays, and what is wrong with them
 
@@ -91,17 +92,57 @@ class ClosedArray:
         self._segment, self._path = segment, path
         self.name, self.note, self.layout, self.versions = center.name, center.note, center.layout, center.versions
 
-    def read(self, i: int, under_lock: Callable[[], None] | None = None) -> Array:
+    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
         """Return a copy of its value, as `SharedCenter.read` does."""
         center = SharedCenter.open(self._segment, self._path)
         assert center is not None  # it existed, and arrays are never removed
         with closing(center):
-            value = center.read(i, under_lock)
+            value = center.read(k, under_lock)
             self.versions = center.versions
         return value
 
 
 Readable = SharedCenter | ClosedArray
+
+
+class EntryReader:
+    """The entries of a center, read in order from copies of its chunks.
+
+    A chunk is copied once, and all its entries are taken from that copy, so that they include the same contributions.
+
+    Args:
+        read: returns a copy of chunk k.
+    """
+
+    def __init__(self, layout: Layout, read: Callable[[int], Array]) -> None:
+        self._layout, self._read = layout, read
+        self._parts: dict[int, list[tuple[int, Part]]] = {}  # by entry: the chunks that have a part of it
+        for k, chunk in enumerate(layout.chunks):
+            for part in chunk.parts:
+                self._parts.setdefault(part.entry, []).append((k, part))
+        self._newest: dict[str, tuple[int, Array]] = {}  # by dtype: entries of one dtype are in the order of its chunks
+
+    def read(self, i: int) -> Array:
+        """Entry i, in its shape."""
+        dtype, start, stop = self._layout.places[i]
+        parts = self._parts[i]
+        value = np.empty(stop - start, dtype) if len(parts) > 1 else np.empty(0, dtype)
+        for k, part in parts:
+            known, copy = self._newest.get(dtype, (-1, value))
+            if known != k:
+                copy = self._read(k)
+                self._newest[dtype] = k, copy
+            if len(parts) == 1:
+                value = copy[part.in_chunk]
+            else:
+                value[part.in_entry] = copy[part.in_chunk]
+        return value.reshape(self._layout.entries[i].shape)
+
+
+def entry_readers(centers: Sequence[Readable], read: Callable[[Readable, int], Array]) -> list[Callable[[], Array]]:
+    """One function per entry of all centers, which reads it; to be called in order. `read` copies a chunk."""
+    readers = [(EntryReader(one.layout, functools.partial(read, one)), len(one.layout.entries)) for one in centers]
+    return [functools.partial(reader.read, i) for reader, count in readers for i in range(count)]
 
 
 @contextmanager
@@ -268,50 +309,50 @@ def restore(segment: Segment, path: Path, manifest: Manifest) -> None:
 
 
 class _Progress:
-    """The applied numbers of remote workers, as they were when each parameter was copied."""
+    """The applied numbers of remote workers, as they were when each chunk was copied."""
 
     def __init__(self, table: AppliedTable) -> None:
         self._table = table
         self._first: Array | None = None
-        self._copies: list[tuple[str, int, dict[str, int]]] = []  # center, parameter, numbers that differ from _first
+        self._copies: list[tuple[str, int, dict[str, int]]] = []  # center, chunk, numbers that differ from _first
 
-    def read(self, center: Readable, i: int) -> Array:
-        """Copy parameter i, and the applied numbers under its lock."""
+    def read(self, center: Readable, k: int) -> Array:
+        """Copy chunk k, and the applied numbers under its lock."""
         seen: list[Array] = []
-        value = center.read(i, lambda: seen.append(self._table.rows()))
+        value = center.read(k, lambda: seen.append(self._table.rows()))
         (rows,) = seen
         if self._first is None:
             self._first = rows
         known = rows[: len(self._first)]
         is_same = (known["applied"] == self._first["applied"]) & (known["name"] == self._first["name"])
         changed = np.concatenate([known[~is_same], rows[len(self._first) :]])
-        self._copies.append((center.name, i, by_worker(changed)))
+        self._copies.append((center.name, k, by_worker(changed)))
         return value
 
     def write_to(self, manifest: Manifest, words: dict[str, int], forgotten: int) -> None:
-        """Store the numbers in the manifest: per parameter for workers that contributed during the snapshot."""
+        """Store the numbers in the manifest: per chunk for workers that contributed during the snapshot."""
         first = {} if self._first is None else by_worker(self._first)
         active = {worker for _, _, numbers in self._copies for worker in numbers}
-        for center, i, numbers in self._copies if active else ():
+        for center, k, numbers in self._copies if active else ():
             for worker in active:
                 known = manifest.applied.setdefault(worker, {}).setdefault(center, [])
-                known += [0] * (i + 1 - len(known))
-                known[i] = max(known[i], numbers.get(worker, first.get(worker, 0)))
+                known += [0] * (k + 1 - len(known))
+                known[k] = max(known[k], numbers.get(worker, first.get(worker, 0)))
         idle = {worker: number for worker, number in first.items() if worker not in active}
         manifest.words = words | {worker: max(number, words.get(worker, 0)) for worker, number in idle.items()}
         manifest.forgotten = forgotten + self._table.forgotten
 
 
 def _write_group(progress: _Progress, centers: list[Readable], path: Path, manifest: Manifest) -> None:
-    parameters = [(center, i) for center in centers for i in range(len(center.layout.entries))]
-    entries = [center.layout.entries[i] for center, i in parameters]
-    dtypes = [center.layout.places[i][0] for center, i in parameters]
-    digest = write_tensors(path, entries, dtypes, lambda k: progress.read(*parameters[k]))
+    entries = [entry for center in centers for entry in center.layout.entries]
+    dtypes = [dtype for center in centers for dtype, _, _ in center.layout.places]
+    readers = entry_readers(centers, progress.read)
+    digest = write_tensors(path, entries, dtypes, lambda i: readers[i]())
     manifest.files[path.name] = (path.stat().st_size, digest)
     for center in centers:
         versions = center.versions
-        torn = [e.name for e, version in zip(center.layout.entries, versions, strict=True) if version & 1]
         layout = center.layout
+        torn = [name for k, version in enumerate(versions) if version & 1 for name in layout.names_in(k)]
         manifest.centers.append(
             SavedCenter(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn)
         )

@@ -8,7 +8,7 @@ Each connected worker has a staging file in the segment, which works like a writ
     36864   value    the value as it arrived
 
 The host writes value and intent, then sets the state, then applies the value block by block and counts the blocks in
-`progress`. If it is killed, the next process that locks the parameter, or the next host, completes the intent from
+`progress`. If it is killed, the next process that locks the chunk, or the next host, completes the intent from
 there. The worker's applied number is written before the state is cleared, so that it is known what was applied.
 
 The applied numbers of all workers are in one file of the segment (`AppliedTable`):
@@ -165,10 +165,10 @@ class AppliedTable:
 
 
 class Intent(msgspec.Struct, array_like=True):
-    """What is being applied to one parameter."""
+    """What is being applied to one chunk."""
 
     center: str
-    i: int
+    chunk: int
     operation: str
     a: float | int
     b: float | int
@@ -219,13 +219,13 @@ class StagingFile:
         return np.frombuffer(self._memory, np.uint8, size_bytes, _VALUE)
 
     def commit(self, center: "SharedCenter", intent: Intent, value: Array, *, answer: int) -> bool:
-        """Apply `value`, which lies in reserved memory, to a parameter whose lock is held.
+        """Apply `value`, which lies in reserved memory, to a chunk whose lock is held.
 
         Afterwards `value` holds the reply: the replica's new value or its move. Returns False if non-finite elements
         were refused.
         """
         self._begin(center, intent)
-        is_clean = self._apply(center.array(intent.i), value, intent, answer)
+        is_clean = self._apply(center.array(intent.chunk), value, intent, answer)
         self._end(center, intent)
         return is_clean
 
@@ -234,7 +234,7 @@ class StagingFile:
 
         Returns False if non-finite elements were refused.
         """
-        array = center.array(intent.i)
+        array = center.array(intent.chunk)
         unique, inverse = np.unique(positions, return_inverse=True)
         total = np.zeros(unique.size, values.dtype)
         if unique.size < positions.size:
@@ -256,12 +256,12 @@ class StagingFile:
         """Count a refused contribution as applied."""
         self._numbers[self._row] = applied
 
-    def finish(self, center: "SharedCenter", i: int) -> bool:
-        """Complete what a killed host has begun on parameter i, whose lock is held; False if there is nothing."""
+    def finish(self, center: "SharedCenter", k: int) -> bool:
+        """Complete what a killed host has begun on chunk k, whose lock is held; False if there is nothing."""
         intent = self.pending()
-        if intent is None or (intent.center, intent.i) != (center.name, i):
+        if intent is None or (intent.center, intent.chunk) != (center.name, k):
             return False
-        array = center.array(i)
+        array = center.array(k)
         if not intent.is_sparse:
             self._apply(array, self.reserve(array.nbytes).view(array.dtype), intent, blocks.NOTHING)
         elif not self._head[_PROGRESS]:
@@ -297,7 +297,7 @@ class StagingFile:
         self._head[_INTENT_BYTES] = len(data)
         self._head[_PROGRESS] = 0
         self._head[_STATE] = 1
-        center.begin_write(intent.i)
+        center.begin_write(intent.chunk)
 
     def _apply(self, array: Array, value: Array, intent: Intent, answer: int) -> bool:
         block = np.frombuffer(self._memory, array.dtype, _BLOCK_BYTES // array.itemsize, _PAGE)
@@ -307,7 +307,7 @@ class StagingFile:
 
     def _end(self, center: "SharedCenter", intent: Intent) -> None:
         self._numbers[self._row] = intent.applied
-        center.end_write(intent.i)
+        center.end_write(intent.chunk)
         self._head[_STATE] = 0
 
     def _reserve_elements(self, intent: Intent, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -358,7 +358,7 @@ class StagingFiles:
 
     def retire(self, worker: str, staging: StagingFile) -> None:
         """Remove the file of a worker that has disconnected. Its applied number is kept in case it comes back."""
-        if staging.pending() is None:  # else the next holder of the parameter's lock needs it
+        if staging.pending() is None:  # else the next holder of the chunk's lock needs it
             staging.remove()
             self._table.release(worker)
 
@@ -371,12 +371,12 @@ class StagingFiles:
         return self._segment / f"{_PREFIX}{worker}"
 
 
-def finish_pending(segment: Path, center: "SharedCenter", i: int) -> bool:
-    """Complete what a killed host has begun for any worker on parameter i, whose lock is held."""
+def finish_pending(segment: Path, center: "SharedCenter", k: int) -> bool:
+    """Complete what a killed host has begun for any worker on chunk k, whose lock is held."""
     is_done = False
     for _, staging in existing_files(segment):
         with contextlib.closing(staging):
-            is_done |= staging.finish(center, i)
+            is_done |= staging.finish(center, k)
     return is_done
 
 

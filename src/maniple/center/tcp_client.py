@@ -6,12 +6,15 @@ continues, and the question is asked before the next exchange, pull or push.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
+from maniple.center.arrays import center_file
+from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
-from maniple.center.shared import visiting_order
+from maniple.center.shared import chunk_bytes, visiting_order
 from maniple.clock import Deadline
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
@@ -24,13 +27,14 @@ from maniple.wire.messages import (
     AppliedReply,
     CenterBusy,
     CenterOpened,
+    ChunkValue,
     CreateCenter,
     ExchangeReply,
     FindArray,
     Message,
     OpenCenter,
     ParameterValue,
-    PullParameter,
+    PullChunk,
 )
 
 _NO_PROGRESS_S = 60.0  # of an exchange whose connection breaks again and again
@@ -57,8 +61,9 @@ class TcpCenter:
         """`live` returns p, the number of live workers, where another connection knows it better."""
         self.link, self.name, self.layout = link, name, layout
         self.feedback = ErrorFeedback(layout, wire)
-        self.seen = [0] * len(layout.entries)
-        self._size_bytes = sum(self.feedback.size_bytes(i) for i in range(len(layout.entries)))  # one way
+        self.seen = [0] * len(layout.chunks)
+        self._size_bytes = sum(self.feedback.size_bytes(k) for k in range(len(layout.chunks)))  # one way
+        self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._rank, self._deadline_s = rank, deadline_s
         self._live, self._last_live = live, 1
         self._sent: list[Array] | None = None  # changes in flight, of rules that send changes
@@ -77,7 +82,7 @@ class TcpCenter:
         live: Callable[[], int] | None = None,
     ) -> tuple["TcpCenter", bool]:
         """Open the center `name` at the host, or create it from `model`; return it and whether it was created."""
-        layout = Layout(model.entries, is_numeric=True)
+        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)))
         center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
         return center, retry_until(link, lambda: center._open(model, note), deadline_s)
 
@@ -110,81 +115,80 @@ class TcpCenter:
     def exchange(
         self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
     ) -> Outcome:
-        """Apply `rule` to every parameter of `model` and of the center.
+        """Apply `rule` to every chunk of `model` and of the center.
 
         Raises:
             HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
         """
         bytes_before = self.link.wire_bytes
         self.link.stream()  # raises HostAway before anything is changed
-        model.begin()
-        self._resolve_earlier()
-        operation = rule.operation(moment) if _host_can_apply(rule) else None
-        if operation is None:
-            outcome = self._swap(Swap(self, model, rule, memory, moment))
-        elif operation.is_change:
-            assert memory is not None
-            if self._sent is None:
-                self._sent = self.layout.views(self.layout.allocate())
-            outcome = self._run(SendChanges(self, model, operation, rule, memory=memory, sent=self._sent))
-        else:
-            values = SendValues(self, model, operation, rule, memory)
-            outcome = self._run(values)
-            self._replace_nonfinite(model, values.refused)
+        with self._passing(model) as chunks:
+            operation = rule.operation(moment) if _host_can_apply(rule) else None
+            if operation is None:
+                outcome = self._swap(Swap(self, chunks, rule, memory, moment))
+            elif operation.is_change:
+                assert memory is not None
+                if self._sent is None:
+                    self._sent = self.layout.chunk_views(self.layout.allocate())
+                outcome = self._run(SendChanges(self, chunks, operation, rule, memory=memory, sent=self._sent))
+            else:
+                values = SendValues(self, chunks, operation, rule, memory)
+                outcome = self._run(values)
+                self._replace_nonfinite(chunks, values.unknown)
         outcome.wire_bytes = self.link.wire_bytes - bytes_before
-        return outcome
+        return outcome.with_unique_names()
 
     def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite."""
 
         def push() -> Outcome:
-            model.begin()
-            self._resolve_earlier()
-            return self._run(Replace(self, model, on_value), ways=1)
+            with self._passing(model) as chunks:
+                return self._run(Replace(self, chunks, on_value), ways=1).with_unique_names()
 
         return retry_until(self.link, push, self._deadline_s)
 
     def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
-        """Set `model` to the center; `on_value` receives each parameter's value."""
+        """Set `model` to the center; `on_value` receives each chunk's value."""
         stale: dict[int, int] = {}
 
-        def update(i: int, value: Array, version: int) -> None:
-            x = model.array(i)
-            x[:] = value
-            self.layout.round(i, x)
-            stale.setdefault(i, max(0, version - self.seen[i]) // 2)
-            if not peek:
-                self.seen[i] = version
-            if on_value is not None:
-                on_value(i, x)
-            model.commit(i)
-
         def pull() -> list[str]:
-            if not peek:  # the caller discards what it peeked at, so that must not resolve anything
-                self._resolve_earlier()
-            model.begin()
-            return self.fetch(self._order(), update)
+            # The caller discards what it peeks at, so that must not resolve anything.
+            with self._passing(model, resolves=not peek) as chunks:
+
+                def update(k: int, value: Array, version: int) -> None:
+                    x = chunks.array(k)
+                    x[:] = value
+                    self.layout.round_chunk(k, x)
+                    stale.setdefault(k, max(0, version - self.seen[k]) // 2)
+                    if not peek:
+                        self.seen[k] = version
+                    if on_value is not None:
+                        on_value(k, x)
+                    chunks.commit(k)
+
+                return self.fetch(self._order(), update)
 
         torn = retry_until(self.link, pull, self._deadline_s)
-        return Outcome(size_bytes=self._size_bytes, staleness=sum(stale.values()) / len(self.seen), torn=torn)
+        staleness = sum(stale.values()) / len(self.seen)
+        return Outcome(size_bytes=self._size_bytes, staleness=staleness, torn=torn).with_unique_names()
 
     def fetch(
         self, wanted: Sequence[int], on_value: Callable[[int, Array, int], None], *, is_plain: bool = False
     ) -> list[str]:
-        """Call `on_value(i, value, version)` for each wanted parameter; return the names of torn ones."""
+        """Call `on_value(k, value, version)` for each wanted chunk; return the names of torn parameters."""
         stream, torn = self.link.stream(), list[str]()
         for start in range(0, len(wanted), _WINDOW):
             window = wanted[start : start + _WINDOW]
-            for i in window:
-                stream.send(PullParameter(self.name, i, self.feedback.codec(i, is_plain=is_plain).name))
-            for i in window:
+            for k in window:
+                stream.send(PullChunk(self.name, k, self.feedback.codec(k, is_plain=is_plain).name))
+            for k in window:
                 received, size = stream.receive()
-                message = check_reply(received, ParameterValue)
-                if message.i != i:
-                    raise BadFrame(f"the value of parameter {i} was expected, and that of {message.i} came.")
-                on_value(i, self.feedback.receive(i, stream, size, is_plain=is_plain), message.version)
+                message = check_reply(received, ChunkValue)
+                if message.chunk != k:
+                    raise BadFrame(f"the value of chunk {k} was expected, and that of {message.chunk} came.")
+                on_value(k, self.feedback.receive(k, stream, size, is_plain=is_plain), message.version)
                 if message.is_torn:
-                    torn.append(self.layout.entries[i].name)
+                    torn += self.layout.names_in(k)
         return torn
 
     def release(self) -> None:
@@ -194,7 +198,7 @@ class TcpCenter:
         """Do nothing: the link belongs to the worker."""
 
     def _run(self, contribution: Contribution, *, ways: int = 2) -> Outcome:
-        """Contribute to all parameters. After a break, continue with those that were not applied."""
+        """Contribute to all chunks. After a break, continue with those that were not applied."""
         outcome = Outcome(size_bytes=ways * self._size_bytes)
         waiting, deadline = self._order(), Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
         while waiting:
@@ -206,9 +210,9 @@ class TcpCenter:
             waiting = unapplied
         return outcome
 
-    def _run_once(self, contribution: Contribution, parameters: list[int], outcome: Outcome) -> list[int]:
-        """Contribute to some parameters; return those that a break left unapplied."""
-        exchange = PendingExchange(self, parameters, contribution)
+    def _run_once(self, contribution: Contribution, chunks: list[int], outcome: Outcome) -> list[int]:
+        """Contribute to some chunks; return those that a break left unapplied."""
+        exchange = PendingExchange(self, chunks, contribution)
         self.link.unresolved.append(exchange.resolve)
         unapplied: list[int] = []
         try:
@@ -224,28 +228,28 @@ class TcpCenter:
 
     def _swap(self, swap: Swap) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._size_bytes)
-        for i in self._order():
+        for k in self._order():
             deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
             swap.is_done, torn = False, list[str]()
             while not swap.is_done:
                 if deadline.is_over():
                     raise WaitedTooLong(
-                        f"waited {_NO_PROGRESS_S:g} s to swap {self.layout.entries[i].name!r}, which other workers "
+                        f"waited {_NO_PROGRESS_S:g} s to swap {self.layout.names_in(k)[0]!r}, which other workers "
                         "keep writing. Exchange less often, or use a rule that the host applies (easgd, asgd, "
                         "downpour)."
                     )
                 try:
-                    torn = swap.compute(i)
+                    torn = swap.compute(k)
                 except ManipleError:
                     raise
                 except OSError as error:
                     self.link.drop(str(error))
                     continue
-                self._run_once(swap, [i], outcome)
+                self._run_once(swap, [k], outcome)
             outcome.torn += torn
-            outcome.staleness += swap.staleness / len(self.layout.entries)
-            if not swap.is_clean:
-                outcome.refused.append(self.layout.entries[i].name)
+            outcome.staleness += swap.staleness / len(self.layout.chunks)
+            if k in swap.refused:
+                outcome.refused += self.layout.names_at(k, swap.refused[k])
         return outcome
 
     def _resolve(self, resolve: Callable[[], list[int]]) -> list[int]:
@@ -263,30 +267,42 @@ class TcpCenter:
             self._resolve(self.link.unresolved[0])
             self.link.unresolved.pop(0)
 
-    def _replace_nonfinite(self, model: FlatModel, parameters: Sequence[int]) -> None:
-        """Set the non-finite elements of some parameters to the center's."""
+    def _replace_nonfinite(self, chunks: ChunkedModel, which: Sequence[int]) -> None:
+        """Set the non-finite elements of some chunks to the center's."""
 
-        def replace(i: int, c: Array, _: int) -> None:
-            x = model.array(i)
+        def replace(k: int, c: Array, _: int) -> None:
+            x = chunks.array(k)
             np.copyto(x, c, where=~np.isfinite(x))
-            model.commit(i)
+            chunks.commit(k)
 
         try:
-            self.fetch(parameters, replace, is_plain=True)
+            self.fetch(which, replace, is_plain=True)
         except ManipleError:
             raise
         except OSError as error:  # the next exchange sends them again, and they are refused again
             self.link.drop(str(error))
 
     def _order(self) -> list[int]:
-        return visiting_order(len(self.layout.entries), self._rank, self.live)
+        return visiting_order(len(self.layout.chunks), self._rank, self.live)
+
+    @contextmanager
+    def _passing(self, model: FlatModel, *, resolves: bool = True) -> Generator[ChunkedModel]:
+        """A pass over the chunks of `model`, after what earlier exchanges have left open is resolved."""
+        self._chunks = chunks = chunks_of(model, self.layout, self._chunks)
+        if resolves:
+            self._resolve_earlier()
+        chunks.begin()
+        try:
+            yield chunks
+        finally:
+            chunks.end()
 
 
 class PendingExchange:
     """One exchange in progress: which items were acknowledged and, after a break, which were applied."""
 
-    def __init__(self, center: TcpCenter, parameters: list[int], contribution: Contribution) -> None:
-        self._center, self._parameters, self._contribution = center, parameters, contribution
+    def __init__(self, center: TcpCenter, chunks: list[int], contribution: Contribution) -> None:
+        self._center, self._chunks, self._contribution = center, chunks, contribution
         self._acknowledged = 0
         self._lost_replies: list[int] | None = None  # applied, but not acknowledged; None: not known yet
         self._unapplied: list[int] = []
@@ -296,7 +312,7 @@ class PendingExchange:
     def run(self, outcome: Outcome) -> None:
         """Send all requests and receive all replies; OSError if the connection breaks."""
         stream = self._center.link.stream()
-        if outcome.size_bytes <= _SMALL_BYTES and len(self._parameters) <= _FEW:
+        if outcome.size_bytes <= _SMALL_BYTES and len(self._chunks) <= _FEW:
             self._send(stream)
             self._receive(stream, outcome)
             return
@@ -324,51 +340,54 @@ class PendingExchange:
     def resolve(self) -> list[int]:
         """After a break: handle lost replies, and return what was not applied. If it breaks again, call again."""
         if self._lost_replies is None:
-            center, waiting = self._center, self._parameters[self._acknowledged :]
+            center, waiting = self._center, self._chunks[self._acknowledged :]
             applied = query_applied(center.link, center.name, self._sequence, self._acknowledged, waiting)
-            self._unapplied = [i for i, was_applied in zip(waiting, applied, strict=True) if not was_applied]
-            self._lost_replies = [i for i, was_applied in zip(waiting, applied, strict=True) if was_applied]
+            self._unapplied = [k for k, was_applied in zip(waiting, applied, strict=True) if not was_applied]
+            self._lost_replies = [k for k, was_applied in zip(waiting, applied, strict=True) if was_applied]
         if self._lost_replies:
             self._contribution.begin()
-        while self._lost_replies:
-            self._contribution.on_lost_reply(self._lost_replies[0])
-            self._lost_replies.pop(0)
+            try:
+                while self._lost_replies:
+                    self._contribution.on_lost_reply(self._lost_replies[0])
+                    self._lost_replies.pop(0)
+            finally:
+                self._contribution.end()
         return self._unapplied
 
     def _send(self, stream: Stream) -> None:
         contribution = self._contribution
-        for item, i in enumerate(self._parameters):
-            stream.send(contribution.request(i, self._sequence, item), contribution.payload(i))
+        for item, k in enumerate(self._chunks):
+            stream.send(contribution.request(k, self._sequence, item), contribution.payload(k))
 
     def _receive(self, stream: Stream, outcome: Outcome) -> None:
-        entries = self._center.layout.entries
-        for item, i in enumerate(self._parameters):
+        layout = self._center.layout
+        for item, k in enumerate(self._chunks):
             received, size = stream.receive()
             reply = check_reply(received, ExchangeReply)
             if reply.item != item:
                 raise BadFrame(f"the reply to item {item} was expected, and that to item {reply.item} came.")
-            self._contribution.on_reply(i, reply, stream, size)
+            self._contribution.on_reply(k, reply, stream, size)
             self._acknowledged = item + 1
-            outcome.staleness += reply.staleness / len(entries)
+            outcome.staleness += reply.staleness / len(layout.chunks)
             outcome.live = reply.live
             if reply.is_torn:
-                outcome.torn.append(entries[i].name)
+                outcome.torn += layout.names_in(k)
             if not reply.is_clean:
-                outcome.refused.append(entries[i].name)
+                outcome.refused += layout.names_at(k, self._contribution.refused[k])
 
 
 def find_layout(link: Link, name: str) -> Layout:
     """Return the layout of the center or array `name` at the host; InvalidArgument if there is none."""
     _, table = link.request(FindArray(name), reply=CenterOpened, max_reply_bytes=_MAX_TABLE_BYTES)
-    return Layout.from_table(bytes(table))
+    return Layout.from_table(bytes(table), chunk_bytes=chunk_bytes(center_file(name)))
 
 
-def query_applied(link: Link, center: str, sequence: int, first: int, parameters: Sequence[int]) -> list[bool]:
+def query_applied(link: Link, center: str, sequence: int, first: int, chunks: Sequence[int]) -> list[bool]:
     """Ask the host which items of exchange `sequence`, from `first` on, it has applied."""
-    query, payload = AppliedQuery(center, sequence, first), np.array(parameters, np.int64)
-    _, applied = link.request(query, payload, reply=AppliedReply, max_reply_bytes=len(parameters))
-    if len(applied) != len(parameters):
-        raise BadFrame(f"{len(parameters)} items were asked about, and the host answered for {len(applied)}.")
+    query, payload = AppliedQuery(center, sequence, first), np.array(chunks, np.int64)
+    _, applied = link.request(query, payload, reply=AppliedReply, max_reply_bytes=len(chunks))
+    if len(applied) != len(chunks):
+        raise BadFrame(f"{len(chunks)} items were asked about, and the host answered for {len(applied)}.")
     return [bool(byte) for byte in applied]
 
 

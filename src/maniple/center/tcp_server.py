@@ -1,6 +1,6 @@
 """The center over TCP, at the host: serves the data connection of one worker or client.
 
-`CenterService` receives a value into the worker's staging file, locks the parameter, applies the operation
+`CenterService` receives a value into the worker's staging file, locks the chunk, applies the operation
 (`staging`) and sends the reply. Everything that arrives is checked before it is applied. Only the newest connection of
 a worker may apply anything (`WorkerSessions`): what still arrives on an older one is void.
 """
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from maniple.center.arrays import ARRAY, GivenValues, array_names, center_file
-from maniple.center.shared import LOCK_TIMEOUT_S, SharedCenter
+from maniple.center.shared import LOCK_TIMEOUT_S, SharedCenter, chunk_bytes, finite_parts
 from maniple.center.staging import MAX_ITEMS, ROWS, Intent, StagingFile, StagingFiles, applied_number
 from maniple.clock import Deadline
 from maniple.contracts import Array
@@ -38,6 +38,7 @@ from maniple.wire.messages import (
     ArraysSaved,
     CenterBusy,
     CenterOpened,
+    ChunkValue,
     CreateCenter,
     ExchangeReply,
     ExchangeRequest,
@@ -47,15 +48,15 @@ from maniple.wire.messages import (
     Message,
     OpenCenter,
     ParameterValue,
+    PullChunk,
     PullElements,
-    PullParameter,
     PushElements,
     SaveArrays,
     refusal_of,
 )
 
 T = TypeVar("T")
-_WITHOUT_PAYLOAD = (PullParameter, FindArray, ListArrays, SaveArrays)
+_WITHOUT_PAYLOAD = (PullChunk, FindArray, ListArrays, SaveArrays)
 _OPERATIONS = ("elastic", "blend", "compensated", "replace", "swap")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_SEQUENCE = 1 << 38  # with the 24 bits of an item it fits into an int64
@@ -148,7 +149,7 @@ class CenterService:
     ) -> None:
         """Two functions describe the snapshot from which the center was restored.
 
-        `included(worker, center, parameter, applied number)`: whether it contains that contribution;
+        `included(worker, center, chunk, applied number)`: whether it contains that contribution;
         `recalled(worker)`: whether it knows that worker at all. `save` writes all values to a file of the run folder.
         """
         self._session, self._stream = session, session.stream
@@ -161,7 +162,7 @@ class CenterService:
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             OpenCenter: self._open_center,
             ExchangeRequest: self._exchange,
-            PullParameter: self._pull,
+            PullChunk: self._pull,
             AppliedQuery: self._query_applied,
             PullElements: self._pull_elements,
             PushElements: self._push_elements,
@@ -196,15 +197,15 @@ class CenterService:
         except MemoryError:
             raise BadFrame(f"{type(message).__name__} asked for more memory than there is.") from None
         except ManipleError as error:
-            if isinstance(error, BadFrame) or not isinstance(message, FindArray | PullParameter | SaveArrays):
+            if isinstance(error, BadFrame) or not isinstance(message, FindArray | PullChunk | SaveArrays):
                 raise  # ends the connection: what follows in the stream relies on this request
             self._stream.send(refusal_of(error))
 
     # Exchanges
 
     def _exchange(self, message: ExchangeRequest, size: int) -> None:
-        i = message.i
-        center, array = self._parameter(message.center, i)
+        k = message.chunk
+        center, array = self._chunk(message.center, k)
         codec = _checked_codec(message.codec, array)
         if message.answer not in _ANSWERS:
             raise BadFrame(f"{message.answer!r} is not a kind of answer.")
@@ -216,41 +217,44 @@ class CenterService:
 
         def apply() -> tuple[Any, ...]:
             applied = self._next_applied(message.sequence, message.item)
-            is_torn, version = center.is_torn(i), center.version(i)
+            is_torn, version = center.is_torn(k), center.version(k)
             staleness = max(0, version - message.seen) // 2
             operation, b = message.operation, message.b
             is_clean, is_done = True, operation != "swap" or version == message.seen
-            if operation in {"swap", "replace"} and not np.isfinite(value).all():
+            are_finite = operation not in {"swap", "replace"} or bool(np.isfinite(value).all())
+            if operation == "swap" and not are_finite:
                 is_clean = False
                 self._staging.skip(applied)
             elif is_done:
                 if operation == "compensated":
                     operation, b = "blend", b / (staleness + 1)
-                intent = Intent(center.name, i, operation, message.a, b, applied, array.size)
-                is_clean = self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer])
+                if not are_finite:
+                    value[:] = finite_parts(center.layout.chunks[k], value, array)
+                intent = Intent(center.name, k, operation, message.a, b, applied, array.size)
+                is_clean = self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer]) and are_finite
             reply = ExchangeReply(
-                message.item, center.version(i), staleness, self._segment.live, is_clean, is_torn, is_done
+                message.item, center.version(k), staleness, self._segment.live, is_clean, is_torn, is_done
             )
             return (reply,) if message.answer == "none" else (reply, _pack_in_place(codec, value))
 
-        self._stream.send(*self._with_lock(center, i, apply))
+        self._stream.send(*self._with_lock(center, k, apply))
 
-    def _pull(self, message: PullParameter, _: int) -> None:
-        center, array = self._parameter(message.center, message.i)
+    def _pull(self, message: PullChunk, _: int) -> None:
+        center, array = self._chunk(message.center, message.chunk)
         codec = _checked_codec(message.codec, array)
 
-        def copy() -> tuple[ParameterValue, Array]:
+        def copy() -> tuple[ChunkValue, Array]:
             value = self._staging.reserve(array.nbytes).view(array.dtype)
             value[:] = array
-            reply = ParameterValue(message.i, center.version(message.i), center.is_torn(message.i))
+            reply = ChunkValue(message.chunk, center.version(message.chunk), center.is_torn(message.chunk))
             return reply, _pack_in_place(codec, value)
 
-        self._stream.send(*self._with_lock(center, message.i, copy))
+        self._stream.send(*self._with_lock(center, message.chunk, copy))
 
     def _query_applied(self, message: AppliedQuery, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < _MAX_SEQUENCE:
             raise BadFrame(f"a query about item {message.first} of exchange {message.sequence}, which cannot exist.")
-        parameters = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * _MAX_QUERIED), np.int64)
+        chunks = np.frombuffer(self._stream.receive_bytes(size, at_most=8 * _MAX_QUERIED), np.int64)
         self._finish_pending()
         sequence, items = self._staging.position
         if message.sequence < sequence:
@@ -263,29 +267,29 @@ class CenterService:
             )
         file = center_file(message.center)
 
-        def was_applied(item: int, i: int) -> bool:
+        def was_applied(item: int, k: int) -> bool:
             if sequence == message.sequence:
                 return item < items
-            return self._included(self._worker, file, i, applied_number(message.sequence, item + 1))
+            return self._included(self._worker, file, k, applied_number(message.sequence, item + 1))
 
-        applied = bytes(was_applied(item, int(i)) for item, i in enumerate(parameters, message.first))
+        applied = bytes(was_applied(item, int(k)) for item, k in enumerate(chunks, message.first))
         self._stream.send(AppliedReply(), applied)
 
-    def _with_lock(self, center: SharedCenter, i: int, call: Callable[[], T]) -> T:
-        """Make a call under the lock of parameter i, as the active session.
+    def _with_lock(self, center: SharedCenter, k: int, call: Callable[[], T]) -> T:
+        """Make a call under the lock of chunk k, as the active session.
 
         The session is not held while the lock is waited for, so that a newer connection of the worker need not wait.
         """
         deadline = Deadline(LOCK_TIMEOUT_S)
-        with self._session.lock_queue.turn((center.name, i), deadline, lambda: center.describe_lock(i)):
+        with self._session.lock_queue.turn((center.name, k), deadline, lambda: center.describe_lock(k)):
             while True:
                 with self._session.active():
-                    if center.try_lock(i):
+                    if center.try_lock(k):
                         try:
                             return call()
                         finally:
-                            center.unlock(i)
-                deadline.wait(center.describe_lock(i))
+                            center.unlock(k)
+                deadline.wait(center.describe_lock(k))
 
     def _finish_pending(self) -> None:
         """Complete a contribution that an error, such as a lack of memory, has left half-applied."""
@@ -293,7 +297,7 @@ class CenterService:
         center = SharedCenter.open(self._segment, self._segment.path / intent.center) if intent is not None else None
         if intent is not None and center is not None:
             with contextlib.closing(center):
-                self._with_lock(center, intent.i, lambda: self._staging.finish(center, intent.i))
+                self._with_lock(center, intent.chunk, lambda: self._staging.finish(center, intent.chunk))
 
     def _next_applied(self, sequence: int, item: int) -> int:
         """The applied number after this item, which must be the next of its exchange or the first of a newer one."""
@@ -306,15 +310,15 @@ class CenterService:
     # Named arrays
 
     def _pull_elements(self, message: PullElements, size: int) -> None:
-        center, array = self._parameter(message.center, 0)
+        center, array = self._chunk(message.center, 0)
         _check_size(size, 8 * _checked_count(message.count, array))
         positions = np.empty(message.count, np.int64)
         self._stream.receive_into(positions)
         _check_positions(positions, array)
-        self._stream.send(*self._with_lock(center, 0, lambda: (ParameterValue(0, center.version(0)), array[positions])))
+        self._stream.send(*self._with_lock(center, 0, lambda: (ChunkValue(0, center.version(0)), array[positions])))
 
     def _push_elements(self, message: PushElements, size: int) -> None:
-        center, array = self._parameter(message.center, 0)
+        center, array = self._chunk(message.center, 0)
         _check_size(size, _checked_count(message.count, array) * (8 + array.itemsize))
         positions, values = np.empty(message.count, np.int64), np.empty(message.count, array.dtype)
         self._stream.receive_into(positions)
@@ -351,7 +355,7 @@ class CenterService:
     # Open centers
 
     def _open_center(self, message: OpenCenter, size: int) -> None:
-        model = _ReceivedModel(self._stream, self._staging, size)
+        model = _ReceivedModel(self._stream, self._staging, size, chunk_bytes(center_file(message.center)))
         if message.center.startswith(ARRAY) and [ARRAY + e.name for e in model.entries] != [message.center]:
             raise BadFrame(f"the table of {message.center!r} describes something else than one array of that name.")
         file = center_file(message.center)
@@ -370,11 +374,11 @@ class CenterService:
             self._stream.send(CenterOpened(is_creator, self._segment.live), center.layout.table)
         self._stream.set_timeout(NO_TIMEOUT_S)
 
-    def _parameter(self, name: str, i: int) -> tuple[SharedCenter, Array]:
+    def _chunk(self, name: str, k: int) -> tuple[SharedCenter, Array]:
         center = self._center(name)
-        if not 0 <= i < len(center.layout.entries):
-            raise BadFrame(f"{name} has no parameter {i}.")
-        return center, center.array(i)
+        if not 0 <= k < len(center.layout.chunks):
+            raise BadFrame(f"{name} has no chunk {k}.")
+        return center, center.array(k)
 
     def _center(self, name: str) -> SharedCenter:
         center = self._centers.get(name)
@@ -477,10 +481,10 @@ _open_centers = _OpenCenters()
 class _ReceivedModel(GivenValues):
     """The model of a remote creator, whose values are received one by one when the center is created."""
 
-    def __init__(self, stream: Stream, staging: StagingFile, table_bytes: int) -> None:
+    def __init__(self, stream: Stream, staging: StagingFile, table_bytes: int, chunk_bytes: int) -> None:
         table = bytes(stream.receive_bytes(table_bytes, at_most=_MAX_TABLE_BYTES))
         try:
-            self.layout = Layout.from_table(table)
+            self.layout = Layout.from_table(table, chunk_bytes=chunk_bytes)
         except ManipleError:
             raise
         except Exception as error:  # a hostile table may raise anything

@@ -20,7 +20,18 @@ import msgspec
 import numpy as np
 
 from maniple.center.shared import SharedCenter
-from maniple.center.snapshot import HDF5, Manifest, prune, readable, restore, write_hdf5, write_snapshot, write_tensors
+from maniple.center.snapshot import (
+    HDF5,
+    Manifest,
+    Readable,
+    entry_readers,
+    prune,
+    readable,
+    restore,
+    write_hdf5,
+    write_snapshot,
+    write_tensors,
+)
 from maniple.clock import Deadline, clock
 from maniple.contracts import Array, Entry
 from maniple.controller import WorkerProcess
@@ -102,9 +113,13 @@ def export_arrays(segment: Segment, folder: RunFolder, name: str) -> str:
             for name, (center, i), dtype in zip(names, parameters, dtypes, strict=True)
         ]
 
-        def read(k: int) -> Array:
-            center, i = parameters[k]
-            return center.read(i)
+        def read_chunk(center: Readable, k: int) -> Array:
+            return center.read(k)
+
+        readers = entry_readers(centers, read_chunk)
+
+        def read(i: int) -> Array:
+            return readers[i]()
 
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = folder.center / EXPORT_IN_PROGRESS
@@ -190,7 +205,9 @@ class RestorePoint(msgspec.Struct):
 
     count: int = 0  # how often this lineage was restored from a snapshot
     saved: float = 0.0  # when that snapshot was written; 0: nothing was contributed after it
-    applied: dict[str, dict[str, list[int]]] = {}  # worker -> center -> the word of each parameter when it was copied
+    applied: dict[
+        str, dict[str, list[int]]
+    ] = {}  # worker -> center -> the applied number of each chunk when it was copied
     words: dict[str, int] = {}  # worker -> its word, if it was the same for all copies
     forgotten: int = 0  # workers whose words were no longer known
     snapshot: str = ""  # name of the snapshot, until bests that were validated after it are abandoned

@@ -394,8 +394,8 @@ def _is_young(path: Path) -> bool:
     return time.time() - path.stat().st_mtime < _CREATION_S
 
 
-_HEADER = np.dtype([("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("parameters", "<i8")])
-_MAGIC = 0x31454C50494E414D  # "MANIPLE1"
+_HEADER = np.dtype([("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("chunk_bytes", "<i8")])
+_MAGIC = 0x32454C50494E414D  # "MANIPLE2"
 _READY = 1
 _PAGE = 4096
 _NOTE = 64
@@ -407,13 +407,14 @@ class CenterFile:
     def __init__(self, path: Path) -> None:
         self._memory = memory = map_file(path)
         header = np.frombuffer(memory, _HEADER, 1)[0]
-        count = int(header["parameters"])
-        self.layout = Layout.from_table(memory[_PAGE : _PAGE + int(header["table_bytes"])])
+        table = memory[_PAGE : _PAGE + int(header["table_bytes"])]
+        self.layout = Layout.from_table(table, chunk_bytes=int(header["chunk_bytes"]))
+        count = len(self.layout.chunks)
         offsets, _ = _offsets(self.layout)
         counters = memoryview(memory)[offsets["counters"] :]
         self.versions = counters[: 8 * count].cast("q")
         self.holders = counters[8 * count : 16 * count].cast("q")
-        self.arrays = self.layout.views(_vectors(self.layout, memory, offsets))
+        self.arrays = self.layout.chunk_views(_vectors(self.layout, memory, offsets))
 
     @staticmethod
     def is_ready(path: Path) -> bool:
@@ -431,7 +432,7 @@ class CenterFile:
         memory = map_file(path, size, what="the center")
         memory[_PAGE : _PAGE + len(layout.table)] = layout.table
         header = np.frombuffer(memory, _HEADER, 1)
-        header["table_bytes"], header["parameters"] = len(layout.table), len(layout.entries)
+        header["table_bytes"], header["chunk_bytes"] = len(layout.table), layout.chunk_bytes
         text = note.encode()[: _PAGE - _NOTE - 8]
         memory[_NOTE : _NOTE + 8 + len(text)] = len(text).to_bytes(8, "little") + text
         model.begin()
@@ -467,7 +468,7 @@ def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
     offsets: dict[str, int] = {}
     end = _PAGE + _whole_pages(len(layout.table))
     offsets["counters"] = end
-    end += _whole_pages(16 * len(layout.entries))
+    end += _whole_pages(16 * len(layout.chunks))
     for dtype, size in layout.sizes.items():
         offsets[dtype] = end
         end += _whole_pages(np.dtype(dtype).itemsize * size)

@@ -46,7 +46,8 @@ class Sharing:
     def __init__(self, center: Center | None = None) -> None:
         self._center = center
         self._refusals = Refusals()
-        self._memory: list[Array] | None = None  # the rule's private vector
+        self._memory: list[Array] | None = None  # the rule's private vector, by entry
+        self._memory_chunks: list[Array] | None = None  # the same memory, by chunk
         self._unhook: list[Callable[[], None]] = []
         self._is_finished = False
 
@@ -57,7 +58,9 @@ class Sharing:
 
     def _attach_shared(self) -> None:
         """The model is shared with others: keep the rule's memory, and refuse another library's averaging."""
-        self._memory = self._layout.views(self._layout.allocate()) if self._rule.memory else None
+        if self._rule.memory:
+            flat = self._layout.allocate()
+            self._memory, self._memory_chunks = self._layout.views(flat), self._layout.chunk_views(flat)
         self._unhook.append(self._model.refuse_wrapping())
 
     def begin(self) -> None:
@@ -124,9 +127,10 @@ class Sharing:
         self.replica.pace.expect(2 * cost_s, 2 * outcome.size_bytes)  # an exchange reads and writes
         self._context.exit_if_signalled()
 
-    def _remember(self, i: int, value: Array) -> None:
-        if self._memory is not None:
-            self._rule.remember(value, self._memory[i])
+    def _remember(self, k: int, value: Array) -> None:
+        """Keep the center's value of chunk k, for rules with a memory."""
+        if self._memory_chunks is not None:
+            self._rule.remember(value, self._memory_chunks[k])
 
     @contextmanager
     def _own_values_kept(self, show: OnValue = lambda _, __: None) -> Generator[None]:

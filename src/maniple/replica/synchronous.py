@@ -89,7 +89,8 @@ class Synchronous(Sharing):
         for i in range(len(self._model.entries)):
             value = self._model.array(i)
             self._collectives.broadcast(value, root=self._collectives.ranks[0])
-            self._remember(i, value)
+            if self._memory is not None:
+                self._rule.remember(value, self._memory[i])
             self._model.commit(i)
 
     # Rounds

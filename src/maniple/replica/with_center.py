@@ -57,7 +57,7 @@ class WithCenter(Sharing):
         info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live))
         try:
             outcome, cost_s = replica.timed(
-                "exchange", self._center.exchange, self._model, self._rule, self._memory, info
+                "exchange", self._center.exchange, self._model, self._rule, self._memory_chunks, info
             )
         except HostAway as error:
             cost_s = clock.monotonic() - begin

@@ -18,7 +18,7 @@ class ASGD(Rule):
         self.alpha = checked_share("ASGD", "alpha", alpha)
         self.beta = checked_share("ASGD", "beta", beta)
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
         del memory, moment
         return (kernels.active or kernels.activate()).blend(x, c, self.alpha, self.beta)
 

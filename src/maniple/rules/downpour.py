@@ -37,7 +37,7 @@ class Downpour(CenterMemory):
         memory += total
         x[:] = memory
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
         assert memory is not None
         scale = 1.0 / (moment.staleness + 1) if self.compensate else 1.0
         return (kernels.active or kernels.activate()).difference(x, c, memory, scale)

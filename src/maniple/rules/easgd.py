@@ -84,7 +84,7 @@ class EASGD(CenterMemory):
             alpha = self._alpha
         return (alpha if self._center_alpha is None else self._center_alpha), alpha
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
         del memory
         center, worker = self.alphas(moment)
         return (kernels.active or kernels.activate()).elastic(x, c, center, worker)

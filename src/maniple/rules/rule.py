@@ -22,7 +22,7 @@ class Rule:
                 middle = (x + c) / 2
                 return middle, middle          # the new replica, the new center
 
-    `mix` sees one block of one parameter at a time, as NumPy arrays that it must not change. With
+    `mix` sees one block of the flat vector at a time, as NumPy arrays that it must not change. With
     `memory = True`, it also gets the same block of a private vector, of zeros at first, that it may change.
     """
 
@@ -42,8 +42,8 @@ class Rule:
         """The new replica and the new center."""
         raise NotImplementedError(f"{type(self).__name__} must define mix(self, x, c, memory)")
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> bool:
-        """Change `x` and `c` in place; return False if non-finite values were refused."""
+    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
+        """Change `x` and `c` in place; return the positions of refused non-finite values, None if there are none."""
         del moment
         return blocks.mixed(x, c, memory, self.mix)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import ssl
 
 MAGIC = b"mnpl"
-VERSION = 2  # 1 had each setting of the join reply as its own field
+VERSION = 3  # 2 exchanged parameters instead of chunks; 1 had each setting of the join reply as its own field
 HEAD = struct.Struct("<4sBBHQ")
 MAX_HEADER_BYTES = 0xFFFF
 TIMEOUT_S = 30.0  # without a byte from a host that owes a reply: longer than any lock is held in normal operation

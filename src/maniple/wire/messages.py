@@ -86,32 +86,38 @@ class CenterOpened(Message, frozen=True, tag=13):
 
 
 class ParameterValue(Message, frozen=True, tag=14):
-    """Sent by either side. Payload: the value of parameter `i`."""
+    """Sent by the worker that creates a center. Payload: the value of parameter `i`."""
 
     i: int
-    version: int = 0
-    is_torn: bool = False
 
 
 # Role "data": exchanges.
 
 
-class PullParameter(Message, frozen=True, tag=15):
-    """Sent by the worker: return the value of parameter `i`, encoded by `codec`."""
+class PullChunk(Message, frozen=True, tag=15):
+    """Sent by the worker: return the value of a chunk, encoded by `codec`."""
 
     center: str
-    i: int
+    chunk: int
     codec: str = "float32"
 
 
-class ExchangeRequest(Message, frozen=True, tag=16):
-    """Sent by the worker: apply `operation` with weights `a` and `b` to parameter `i` and to the payload.
+class ChunkValue(Message, frozen=True, tag=28):
+    """Sent by the host. Payload: the value of a chunk, or of elements of a named array."""
 
-    This is item `item` of exchange `sequence` of this worker, which last saw version `seen` of the parameter.
+    chunk: int
+    version: int = 0
+    is_torn: bool = False
+
+
+class ExchangeRequest(Message, frozen=True, tag=16):
+    """Sent by the worker: apply `operation` with weights `a` and `b` to a chunk and to the payload.
+
+    This is item `item` of exchange `sequence` of this worker, which last saw version `seen` of the chunk.
     """
 
     center: str
-    i: int
+    chunk: int
     sequence: int
     item: int
     operation: str

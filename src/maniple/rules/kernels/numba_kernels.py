@@ -2,7 +2,7 @@
 
 The check for non-finite values is part of the same pass: a value `v` is finite exactly when `v - v` is 0. Results are
 selected by that test, not branched on, so that the loop vectorises; the sum of the tests, `doubt`, is 0 if all values
-were finite.
+were finite. Where the test fails, the replica becomes non-finite, by which these elements are found afterwards.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def _elastic(x: Any, c: Any, alpha_center: Any, alpha_worker: Any, zero: Any) ->
         test = d - d
         doubt += test
         new_x, new_c = old_x - alpha_worker * d, old_c + alpha_center * d
-        x[i] = new_x if test == zero else old_c
+        x[i] = new_x if test == zero else test
         c[i] = new_c if test == zero else old_c
     return doubt
 
@@ -41,8 +41,7 @@ def _blend(x: Any, c: Any, alpha: Any, beta: Any, zero: Any) -> Any:
         new = alpha * old_c + beta * x[i]
         test = new - new
         doubt += test
-        new = new if test == zero else old_c
-        c[i] = new
+        c[i] = new if test == zero else old_c
         x[i] = new
     return doubt
 
@@ -57,9 +56,9 @@ def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
         new = x[i] + (old_c - old[i]) if is_whole else old_c + scale * (x[i] - old[i])
         test = new - new
         doubt += test
+        x[i] = new
         new = new if test == zero else old_c
         c[i] = new
-        x[i] = new
         old[i] = new
     return doubt
 
@@ -129,22 +128,32 @@ def _staged(  # noqa: PLR0912, PLR0917 - compiled code has its branches outside 
     return doubt
 
 
-def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool:
+def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> Array | None:
     """`d = x - c; x -= alpha_worker d; c += alpha_center d`."""
     real = x.dtype.type
-    return bool(_elastic(x, c, real(alpha_center), real(alpha_worker), real(0)) == 0)
+    doubt = _elastic(x, c, real(alpha_center), real(alpha_worker), real(0))
+    return None if doubt == 0 else _refuse(x, c)
 
 
-def blend(x: Array, c: Array, alpha: float, beta: float) -> bool:
+def blend(x: Array, c: Array, alpha: float, beta: float) -> Array | None:
     """`c = alpha c + beta x; x = c`."""
     real = x.dtype.type
-    return bool(_blend(x, c, real(alpha), real(beta), real(0)) == 0)
+    doubt = _blend(x, c, real(alpha), real(beta), real(0))
+    return None if doubt == 0 else _refuse(x, c)
 
 
-def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
+def difference(x: Array, c: Array, old: Array, scale: float) -> Array | None:
     """`c += scale (x - old); x = c; old = c`."""
     real = x.dtype.type
-    return bool(_difference(x, c, old, real(scale), real(0)) == 0)
+    doubt = _difference(x, c, old, real(scale), real(0))
+    return None if doubt == 0 else _refuse(x, c)
+
+
+def _refuse(x: Array, c: Array) -> Array:
+    """Give the replica the center's value where it is not finite; return the positions."""
+    (refused,) = np.nonzero(~np.isfinite(x))
+    x[refused] = c[refused]
+    return refused
 
 
 def staged(

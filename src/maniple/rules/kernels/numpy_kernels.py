@@ -19,17 +19,16 @@ Mix = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
 
 @_QUIET
-def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> bool:
+def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> Array | None:
     """`d = x - c; x -= alpha_worker d; c += alpha_center d`."""
-    clean = True
+    refused = _Refused()
     center, worker = x.dtype.type(alpha_center), x.dtype.type(alpha_worker)
     scratch = np.empty(min(BLOCK, x.size), x.dtype)
-    for a, b, _ in _blocks(x, c, None):
+    for start, a, b, _ in _blocks(x, c, None):
         d = scratch[: a.size]
         np.subtract(a, b, out=d)
         if not _all_finite(d):
-            clean = False
-            finite = np.isfinite(d)
+            finite = refused.add(start, d)
             np.copyto(a, np.where(finite, a - worker * d, b))
             np.add(b, center * d, out=b, where=finite)
         elif center == worker:
@@ -40,30 +39,30 @@ def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> boo
             a -= worker * d
             d *= center
             b += d
-    return clean
+    return refused.positions()
 
 
 @_QUIET
-def blend(x: Array, c: Array, alpha: float, beta: float) -> bool:
+def blend(x: Array, c: Array, alpha: float, beta: float) -> Array | None:
     """`c = alpha c + beta x; x = c`."""
-    clean = True
+    refused = _Refused()
     real = x.dtype.type
     scratch = np.empty(min(BLOCK, x.size), x.dtype)
-    for a, b, _ in _blocks(x, c, None):
+    for start, a, b, _ in _blocks(x, c, None):
         new = scratch[: a.size]
         np.multiply(b, real(alpha), out=new)
         a *= real(beta)
         new += a
-        clean &= _commit(new, b)
+        _commit(new, b, start, refused)
         a[:] = b
-    return clean
+    return refused.positions()
 
 
 @_QUIET
-def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
+def difference(x: Array, c: Array, old: Array, scale: float) -> Array | None:
     """`c += scale (x - old); x = c; old = c`, as `c = x + (c - old)` for a scale of 1: exact if no one else wrote."""
-    clean = True
-    for a, b, o in _blocks(x, c, old):
+    refused = _Refused()
+    for start, a, b, o in _blocks(x, c, old):
         assert o is not None
         if scale == 1:
             np.subtract(b, o, out=o)
@@ -72,27 +71,26 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> bool:
             np.subtract(a, o, out=o)
             o *= x.dtype.type(scale)
             o += b
-        clean &= _commit(o, b)
+        _commit(o, b, start, refused)
         a[:] = b
         o[:] = b
-    return clean
+    return refused.positions()
 
 
 @_QUIET
-def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> bool:
+def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> Array | None:
     """Apply `new_x, new_c = mix(x, c, memory)` block by block."""
-    clean = True
-    for a, b, m in _blocks(x, c, memory):
+    refused = _Refused()
+    for start, a, b, m in _blocks(x, c, memory):
         # Copies in the center's dtype: `mix` may return its own arguments, or values of a wider dtype.
         new_x, new_c = (np.array(value, x.dtype, copy=True) for value in mix(a, b, m))
-        finite = np.isfinite(new_c)
-        if finite.all():
+        if _all_finite(new_c):
             a[:], b[:] = new_x, new_c
         else:
-            clean = False
+            finite = refused.add(start, new_c)
             a[:] = np.where(finite, new_x, b)
             np.copyto(b, new_c, where=finite)
-    return clean
+    return refused.positions()
 
 
 @_QUIET
@@ -111,11 +109,11 @@ def staged(x: Array, c: Array, block: Array, progress: Any, *, operation: int, a
         if progress[0] % 2 == 0:
             new_c[:] = old_x if operation == REPLACE else old_c
             if operation == ELASTIC:
-                clean &= elastic(new_x, new_c, a, b)
+                clean &= elastic(new_x, new_c, a, b) is None
             elif operation == REPLACE:
                 pass
             elif x.dtype.kind == "f":
-                clean &= blend(new_x, new_c, a, b)
+                clean &= blend(new_x, new_c, a, b) is None
             else:
                 clean &= weigh(new_x, new_c, a, b)
             progress[0] += 1
@@ -145,10 +143,26 @@ def weigh(x: Array, c: Array, alpha: Any, beta: Any) -> bool:
     return bool(finite.all())
 
 
-def _blocks(x: Array, c: Array, memory: Array | None) -> Iterator[tuple[Array, Array, Array | None]]:
+class _Refused:
+    """The positions of elements that the center has refused."""
+
+    def __init__(self) -> None:
+        self._found: list[Array] = []
+
+    def add(self, start: int, new: Array) -> Array:
+        """Note the non-finite values of a block that begins at `start`; return which values are finite."""
+        finite = np.isfinite(new)
+        self._found.append(start + np.flatnonzero(~finite))
+        return finite
+
+    def positions(self) -> Array | None:
+        return np.concatenate(self._found) if self._found else None
+
+
+def _blocks(x: Array, c: Array, memory: Array | None) -> Iterator[tuple[int, Array, Array, Array | None]]:
     for start in range(0, x.size, BLOCK):
         part = slice(start, start + BLOCK)
-        yield x[part], c[part], None if memory is None else memory[part]
+        yield start, x[part], c[part], None if memory is None else memory[part]
 
 
 def _all_finite(values: Array) -> bool:
@@ -156,10 +170,9 @@ def _all_finite(values: Array) -> bool:
     return math.isfinite(values.sum()) or bool(np.isfinite(values).all())
 
 
-def _commit(new: Array, c: Array) -> bool:
+def _commit(new: Array, c: Array, start: int, refused: _Refused) -> None:
     """Write the finite values of `new` to the center."""
     if _all_finite(new):
         c[:] = new
-        return True
-    np.copyto(c, new, where=np.isfinite(new))
-    return False
+    else:
+        np.copyto(c, new, where=refused.add(start, new))
