@@ -1,11 +1,11 @@
 """Throughput of an EASGD exchange in shared memory, compared with the memory bandwidth.
 
-One worker exchanges a vector of 4, 40 and 400 MB with a center in /dev/shm, through the call that training uses, with
-locks, versions and the check for non-finite values. Interleaved with it in the same run: a plain copy of the vector
-(memcpy), the bare kernel (compiled, no lock, no check) on the same pages, and the blockwise NumPy kernel.
-GB/s is bytes of the vector per second.
+One worker exchanges a torch model of 4, 40 and 400 MB with 8, 200 and 1,000 parameters with a center in /dev/shm,
+through the call that training uses, with locks, versions and the check for non-finite values. Interleaved with it in
+the same run: a plain copy of the vector (memcpy), the bare kernel (compiled, no lock, no check, one call for the whole
+vector) on the same pages, and the blockwise NumPy kernel. GB/s is bytes of the vector per second.
 
-    python benchmarks/exchange.py [--sizes 4 40 400] [--parameters 8]
+    python benchmarks/exchange.py [--sizes 4 40 400] [--parameters 8 200 1000]
 """
 
 import argparse
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
 
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
@@ -40,23 +42,24 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
     """Measure one row: every contestant on vectors of one size, split into `parameters` parameters."""
     size = int(megabytes * 1e6 / 4)
     rng = np.random.default_rng(1)
-    flat = rng.random(size, np.float32)
-    model = {f"p{i}": part for i, part in enumerate(np.array_split(flat, parameters))}
-    other = rng.random(size, np.float32)
+    flat, other = rng.random(size, np.float32), rng.random(size, np.float32)
+    model = torch.nn.ParameterList([torch.tensor(part) for part in np.array_split(flat, parameters)])
     with tempfile.TemporaryDirectory() as run:
         segment = Segment.create(shared_memory(), secrets.token_hex(8), Path(run))
         try:
             adapter = adapt(model)
             center, _ = SharedCenter.open_or_create(segment, "center-0", adapter, rank=0)
             segment.mark(0, 1)
+            flat_vectors = adapter.flat_vectors()
+            assert flat_vectors is not None
+            x, c = flat_vectors[0]["float32"], as_strided(center.array(0), (size,))  # the chunks follow each other
             moment, rule, alpha = ExchangeInfo(), EASGD(ALPHA), np.float32(ALPHA)
-            pairs = [(adapter.array(i), center.array(i)) for i in range(parameters)]
             seconds = interleave(
                 {
                     "memcpy": lambda: np.copyto(other, flat),
-                    "bare kernel": lambda: [bare(x, c, alpha) for x, c in pairs],
+                    "bare kernel": lambda: bare(x, c, alpha),
                     "exchange": lambda: center.exchange(adapter, rule, None, moment),
-                    "NumPy blocks": lambda: [blocks.elastic(x, c, ALPHA, ALPHA) for x, c in pairs],
+                    "NumPy blocks": lambda: blocks.elastic(x, c, ALPHA, ALPHA),
                 },
                 repeats,
             )
@@ -65,6 +68,7 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
             segment.remove()
     speed = {name: megabytes / 1e3 / value for name, value in seconds.items()}
     return {
+        "parameters": parameters,
         "MB": megabytes,
         **{f"{name} GB/s": value for name, value in speed.items()},
         "exchange / bare": speed["exchange"] / speed["bare kernel"],
@@ -75,11 +79,11 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[4, 40, 400], help="sizes of the vector in MB")
-    parser.add_argument("--parameters", type=int, default=8, help="number of parameters into which the vector is split")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[8, 200, 1000], help="numbers of parameters")
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
-    rows = [measure(size, options.parameters, options.repeats) for size in options.sizes]
-    report("exchange", "EASGD exchange in shared memory, one worker", rows, parameters=options.parameters)
+    rows = [measure(size, count, options.repeats) for count in options.parameters for size in options.sizes]
+    report("exchange", "EASGD exchange in shared memory, one worker", rows)
 
 
 if __name__ == "__main__":

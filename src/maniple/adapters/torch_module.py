@@ -1,13 +1,13 @@
 """The adapter for torch modules: parameters, floating-point buffers and, on request, optimizer state.
 
-On the CPU a contiguous float32 or float64 parameter is exchanged in its own memory. Everything else goes
-through a staging copy: half precision (the center is float32), channels-last and other strides, and CUDA,
+On the CPU parameters become views of flat vectors where that is safe (`torch_flat`), and are exchanged in place.
+Other contiguous float32 or float64 parameters are exchanged in their own memory. Everything else goes through a
+staging copy: half precision (the center is float32), channels-last and other strides, and CUDA,
 where one pinned host buffer receives the whole model in asynchronous copies.
 """
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from maniple.adapters.base import Adapter, Average, Gather, Params, Unhook, choose_parameters
+from maniple.adapters.torch_flat import FlatParameters
 from maniple.adapters.torch_gradients import TorchBuckets, TorchGradients, normed_buffers, synchronise
 from maniple.adapters.torch_optimizer import average_moments, moments, packed, parameters_of, unpack
 from maniple.contracts import Array, Entry
@@ -95,13 +96,15 @@ class TorchAdapter(Adapter):
                 for name, (lookup, parameter) in parameters.items():
                     if id(parameter) in ours:
                         self._append(f"{key}.{name}", parameter, self._state(lookup, key))
-        # By reference, not by id alone: a new parameter may get the id of one that was replaced and freed.
-        self._known = {id(p): weakref.ref(p) for p in self._trained()}
+        self._known = self._groups()
         self._dtypes = [getattr(torch, flat_dtype(entry)) for entry in self.entries]
         self._values: list[Tensor] = []  # of this pass
         self._staged: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}  # optimizer state that came from the center before it exists here
         self._pinned: list[Tensor] | None = None
+        self._flat = (
+            None if isinstance(module, ParameterRow) else FlatParameters(module, list(parameters), Layout(self.entries))
+        )
         self._returned: dict[torch.device, torch.cuda.Event] = {}  # the newest copy back to each GPU
 
     def on_step(self, act: Callable[[], None]) -> Unhook:
@@ -189,12 +192,10 @@ class TorchAdapter(Adapter):
         Parameters that it trained beside the model then are the script's own, and one that has replaced a shared one
         is shared under its name.
         """
-        news: list[Tensor] = []
-        for group in [] if self._optimizer is None else self._optimizer.param_groups:
-            for p in group["params"]:
-                known = self._known.get(id(p))
-                if (known is None or known() is not p) and p.grad is not None:
-                    news.append(p)
+        if self._optimizer is None or _are_same(self._optimizer.param_groups, self._known):
+            return
+        before = {id(p) for group in self._known for p in group}
+        news = [p for p in self._trained() if id(p) not in before and p.grad is not None]
         if news:
             names = {id(p): name for name, p in self._module.named_parameters()}
             known = self._shared_names | self._local_names
@@ -204,7 +205,12 @@ class TorchAdapter(Adapter):
                     f"added to the optimizer after share(), where the model had {self.parameter_count} parameters. "
                     "Share the model after it is built, with all parameters in the optimizer."
                 )
-            self._known.update((id(p), weakref.ref(p)) for p in news)
+        if all(p.grad is not None for p in self._trained()):  # else one may be trained, and checked, later
+            self._known = self._groups()
+
+    def _groups(self) -> list[list[Tensor]]:
+        """The parameters of each group of the optimizer: themselves, since an id may be used again."""
+        return [] if self._optimizer is None else [list(group["params"]) for group in self._optimizer.param_groups]
 
     def _trained(self) -> list[Tensor]:
         """The parameters that the optimizer changes."""
@@ -269,6 +275,12 @@ class TorchAdapter(Adapter):
             self._pinned[i].view(tensor.shape).copy_(tensor, non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+
+    def flat_vectors(self) -> tuple[dict[str, Array], int] | None:
+        """All parameters, where they can be kept in flat vectors."""
+        self._values = []  # of the pass before: they would keep the memory of parameters that move
+        vectors = None if self._flat is None else self._flat.vectors()
+        return None if vectors is None else (vectors, self._parameter_count)
 
     def array(self, i: int) -> Array:
         """The parameter's own memory, or its staging copy, flat and in the center's dtype."""
@@ -427,6 +439,16 @@ def _lookup(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
         return value
 
     return lookup
+
+
+def _are_same(groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
+    """Whether an optimizer has the known parameters. Lists of the same elements are equal without comparing values."""
+    if len(groups) != len(known):
+        return False
+    try:
+        return all(group["params"] == parameters for group, parameters in zip(groups, known, strict=True))
+    except RuntimeError:  # two tensors were compared: they are not the same one
+        return False
 
 
 def _refuse_wrapped(wrapper: str) -> NoReturn:
