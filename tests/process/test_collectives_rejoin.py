@@ -109,5 +109,7 @@ def test_workers_passed_over_between_epochs_come_back_inside_of_every_kind_of_ca
     pytest.importorskip("torch")
     done = run(UNEVEN, "-n", "2")
     assert done.description["exit_code"] == 0, done.output + done.log(0) + done.log(1)
-    assert len(done.events(0, "passed over")) >= 8  # in two epochs of each lesson
-    assert assert_same(done, 2, ("lesson", "rounds")) >= 24
+    # At the end of two epochs of each lesson. On a busy machine worker 0 may come back so late that worker 1 already
+    # waits for it at the end of the epoch: then worker 0 makes its rounds alone, and worker 1 is passed over.
+    assert sum(len(done.events(rank, "passed over")) for rank in range(2)) >= 8
+    assert assert_same(done, 2, ("lesson", "rounds")) >= 12
