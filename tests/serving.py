@@ -1,5 +1,7 @@
 """A host's server on threads of the test's own process, and doors to it."""
 
+import contextlib
+import socket
 import threading
 from pathlib import Path
 
@@ -36,5 +38,9 @@ class Serving:
     def close(self) -> None:
         self.server.end()
         self._thread.join(5)
+        with contextlib.suppress(
+            OSError
+        ):  # wakes the thread that waits in accept(), which keeps the server's files open
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.segment.remove()

@@ -46,6 +46,22 @@ def open_as(connection: LocalConnection | RemoteConnection) -> tuple[Center, boo
     return connection.open("center-0", adapt({"w": np.full(3, 2.0)}, None), rule=BSP(), lock=True, wire="float32")
 
 
+def test_worker_1_does_not_overtake_worker_0_that_has_begun_to_create_the_center(segment, second):
+    """Worker 0 has created the file, and does not hold its lock yet."""
+    segment.mark(0, LIVE)
+    (segment.path / "center-0").touch(mode=0o600)
+    found: list[tuple[Center, bool]] = []
+    waiting = threading.Thread(target=lambda: found.append(open_as(second)))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "worker 1 has begun with its own values"
+    first, is_creator = SharedCenter.open_or_create(segment, "center-0", adapt({"w": np.full(3, 1.0)}, None), rank=0)
+    waiting.join(60)
+    assert is_creator and not found[0][1]
+    for center in (first, found[0][0]):
+        center.close()
+
+
 def test_worker_0_that_sent_no_heartbeat_for_a_while_still_creates_the_center(segment, second):
     segment.mark(0, DEAD)  # as the server says of one that has not beaten for a while
     found: list[tuple[Center, bool]] = []

@@ -19,7 +19,7 @@ from maniple.contracts import Center
 from maniple.environment import Environment
 from maniple.errors import InvalidArgument, PeerLost
 from maniple.memory.locks import held_by
-from maniple.memory.segment import DEAD, LEFT, LIVE, NEVER
+from maniple.memory.segment import DEAD, LEFT, LIVE, NEVER, CenterFile
 from maniple.record import Events, RunFolder
 from maniple.rules import Rule, warm_up
 from maniple.sampler import LeaseTable, LeaseTerms, Lender
@@ -126,7 +126,9 @@ class LocalConnection(_Connection):
     def _await_center(self, name: str) -> None:
         """Wait until worker 0 has created the center: synchronous training starts from its values."""
         deadline, last_alive_s = Deadline(self.environment.collectives_deadline_s), 0.0
-        while not (self._segment.path / name).exists() and not self.status.is_over:
+        path = self._segment.path / name
+        # Complete, not only there: between creating the file and locking it, another creator could be faster.
+        while not (path.exists() and CenterFile.is_ready(path)) and not self.status.is_over:
             state = self._segment.state(0)
             if state in {NEVER, LIVE}:
                 last_alive_s = deadline.waited_s
