@@ -148,11 +148,7 @@ class Layout:
 
     def chunk_views(self, flat: dict[str, Array]) -> list[Array]:
         """Return one view per chunk into the flat vectors."""
-        return [flat[dtype][start:stop] for dtype, start, stop in self._chunk_places]
-
-    @functools.cached_property
-    def _chunk_places(self) -> list[tuple[str, int, int]]:
-        return [(chunk.dtype, chunk.start, chunk.stop) for chunk in self.chunks]
+        return [flat[chunk.dtype][chunk.start : chunk.stop] for chunk in self.chunks]
 
     def names_in(self, k: int) -> list[str]:
         """The names of the entries in chunk k."""

@@ -32,6 +32,7 @@ class ChunkedModel:
                 self._uses[part.entry] += 1
         self._last = [max((part.entry for part in chunk.parts), default=-1) for chunk in layout.chunks]
         self._views: list[Array] = []  # of the chunks whose entries are kept in flat vectors; empty for others
+        self._places = [(chunk.dtype, chunk.start, chunk.stop) for chunk in layout.chunks]
         self._is_flat = [False] * len(layout.chunks)
         self._values: dict[int, Array] = {}  # of the entries in use, in this pass
         self._left: dict[int, int] = {}  # of entries in use: the chunks that are not committed
@@ -43,7 +44,7 @@ class ChunkedModel:
         self._gathered.clear()
         vectors, count = self.model.flat_vectors() or ({}, 0)
         self._is_flat = [last < count for last in self._last]
-        self._views = self._layout.chunk_views(vectors) if vectors else []
+        self._views = [vectors[dtype][start:stop] for dtype, start, stop in self._places] if vectors else []
         if not all(self._is_flat):
             self.model.begin()
 

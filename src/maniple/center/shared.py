@@ -178,7 +178,7 @@ class SharedCenter:
         finally:
             chunks.end()
         outcome.staleness /= len(self._seen)
-        return outcome.with_unique_names()
+        return outcome.with_unique_names() if outcome.refused or outcome.torn else outcome
 
     def _visit(
         self,
