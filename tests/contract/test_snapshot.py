@@ -15,11 +15,21 @@ from maniple import EASGD, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
 from maniple.center.arrays import array_file, array_names, single_array
-from maniple.center.snapshot import Manifest, check_snapshot, newest_snapshot, prune, restore, snapshots, write_snapshot
+from maniple.center.snapshot import (
+    EntryReader,
+    Manifest,
+    check_snapshot,
+    newest_snapshot,
+    prune,
+    restore,
+    snapshots,
+    write_snapshot,
+)
 from maniple.center.staging import StagingFiles, applied_number
 from maniple.contracts import Entry, ExchangeInfo
 from maniple.errors import InvalidArgument
 from maniple.host.snapshots import RestorePoint, export_arrays
+from maniple.layout import Layout
 from maniple.record import RunFolder
 
 from ..limits import descriptor_limit, file_limit
@@ -103,6 +113,17 @@ def test_restored_center_is_the_one_that_was_saved(tmp_path, segment):
         assert array.read(0).dtype == value.dtype
         array.close()
     again.remove()
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 40, 2 << 20])
+def test_each_chunk_is_copied_once_and_no_copy_is_kept(chunk_bytes):
+    sizes = [(3, "float32"), (50, "float64"), (0, "float32"), (30, "float32"), (0, "float64")]
+    layout = Layout([Entry(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)], chunk_bytes=chunk_bytes)
+    copied: list[int] = []
+    reader = EntryReader(layout, lambda k: copied.append(k) or np.zeros(layout.chunks[k].size, layout.chunks[k].dtype))
+    assert [reader.read(i).size for i in range(5)] == [3, 50, 0, 30, 0]
+    assert sorted(copied) == list(range(len(layout.chunks)))
+    assert not reader._newest
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 40, 2 << 20])

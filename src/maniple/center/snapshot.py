@@ -132,6 +132,8 @@ class EntryReader:
             if known != k:
                 copy = self._read(k)
                 self._newest[dtype] = k, copy
+            if part is self._layout.chunks[k].parts[-1]:
+                del self._newest[dtype]  # no entry needs it any more: thousands of arrays must not be copied at once
             if len(parts) == 1:
                 value = copy[part.in_chunk]
             else:
