@@ -15,6 +15,7 @@ from maniple.center import Segment, SharedCenter
 from maniple.clock import clock
 from maniple.contracts import ExchangeInfo
 from maniple.errors import InvalidArgument, SharedMemoryFull, WaitedTooLong
+from tests.simulated_clock import SimulatedClock
 
 from ..limits import file_limit
 
@@ -226,21 +227,16 @@ def test_exchange_continues_after_this_process_was_stopped_while_it_waited(opene
     first, second = opened(params, 0), opened(some(), 1)
     assert second._locks.take(0)
 
-    class StoppedFor70s:
+    class StoppedFor70s(SimulatedClock):
         """Stopped for longer than the lock's timeout; the other worker releases the lock meanwhile."""
 
-        now, checks = 0.0, 0
+        checks = 0
 
-        def time(self) -> float:
-            return self.now
-
-        def monotonic(self) -> float:
+        def on_look(self) -> None:
             self.checks += 1
             self.now += 70.0 if self.checks == 10 else 0.0
-            return self.now
 
-        def sleep(self, seconds: float) -> None:
-            self.now += seconds
+        def on_sleep(self) -> None:
             if self.now > 70:
                 second._locks.give(0)
 

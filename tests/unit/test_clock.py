@@ -7,26 +7,20 @@ from hypothesis import strategies as st
 from maniple.clock import Deadline
 from maniple.clock import clock as system_clock
 from maniple.errors import WaitedTooLong
+from tests.simulated_clock import SimulatedClock
 
 
-class Clock:
+class Clock(SimulatedClock):
     """Time that passes when somebody sleeps, and while the process is stopped."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.stops: dict[int, float] = {}  # before which look, and for how long
         self.looks = 0
 
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
+    def on_look(self) -> None:
         self.looks += 1
         self.now += self.stops.get(self.looks, 0.0)
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from maniple.launch.terminal import (
 from maniple.monitor import Totals, WorkerState
 from maniple.monitor.measures import initial_values
 from maniple.monitor.worker_state import Counts
-from tests.unit.simulated_clock import SimulatedClock
+from tests.simulated_clock import SimulatedClock
 
 
 def worker(state: str, counts: Counts | None = None, **values: float) -> WorkerState:

@@ -5,7 +5,7 @@ import pytest
 from maniple.clock import clock
 from maniple.feed.local_feed import WaitTimes
 from maniple.record import Events, read_events
-from tests.unit.simulated_clock import SimulatedClock
+from tests.simulated_clock import SimulatedClock
 
 
 def test_waits_are_added_up_and_written_twice_a_second_at_most(tmp_path, monkeypatch):

@@ -298,11 +298,12 @@ class HostWorkers:
 class _PauseDetector:
     """Tells whether this process was stopped recently (SIGSTOP, a suspended job), or starved of its core.
 
-    A thread notes the time every `_PAUSE_POLL_S`; a much longer gap is a pause.
+    A thread notes the time every `_PAUSE_POLL_S`; a much longer gap is a pause. The time is the operating
+    system's, whatever clock the run has: a pause is an event of this process.
     """
 
     def __init__(self) -> None:
-        self._noted = clock.monotonic()
+        self._noted = time.monotonic()
         self._resumed = -math.inf
         threading.Thread(target=self._poll, name="maniple-pauses", daemon=True).start()
 
@@ -310,15 +311,15 @@ class _PauseDetector:
     def was_recent(self) -> bool:
         """Whether a pause ended so recently that workers may still be reconnecting."""
         self._note()
-        return clock.monotonic() - self._resumed < _RETURN_TIMEOUT_S
+        return time.monotonic() - self._resumed < _RETURN_TIMEOUT_S
 
     def _poll(self) -> None:
         while True:
-            clock.sleep(_PAUSE_POLL_S)
+            time.sleep(_PAUSE_POLL_S)
             self._note()
 
     def _note(self) -> None:
-        now = clock.monotonic()
+        now = time.monotonic()
         if now - self._noted > _PAUSE_MIN_S:
             self._resumed = now
         self._noted = now
