@@ -19,7 +19,7 @@ class Socket(Protocol):
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
 
 
-class Progress(NamedTuple):
+class TransferProgress(NamedTuple):
     """Two looks at a connection without progress between them have the same `packets`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
     patience_s: float = 0.0
 
 
-def progress_of(connection: Socket) -> Progress:
+def progress_of(connection: Socket) -> TransferProgress:
     """Look at a connection; of one that is not TCP, only what has left the send buffer is known."""
     try:
         data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -41,8 +41,8 @@ def progress_of(connection: Socket) -> Progress:
     if len(data) == _TCP_INFO.size:
         backoff, timeout_us, round_trip_us, received, delivered = _TCP_INFO.unpack(data)
         # The timeout doubles with each retransmission: they come after one and after three of the first.
-        return Progress((received, delivered), (3 * (timeout_us >> backoff) + 2 * round_trip_us) / 1e6)
+        return TransferProgress((received, delivered), (3 * (timeout_us >> backoff) + 2 * round_trip_us) / 1e6)
     waiting = array("i", [0])
     with contextlib.suppress(OSError, ValueError):  # another thread has closed it
         fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, waiting)
-    return Progress((0, waiting[0]))
+    return TransferProgress((0, waiting[0]))

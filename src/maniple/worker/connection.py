@@ -22,7 +22,7 @@ from maniple.errors import InvalidArgument, PeerLost
 from maniple.memory.locks import held_by
 from maniple.memory.segment import DEAD, LEFT, LIVE, NEVER, CenterFile
 from maniple.record import Events, RunFolder
-from maniple.rules import Rule, warm_up
+from maniple.rules import Rule, warm_up_in_background
 from maniple.sampler import LeaseTable, LeaseTerms, Lender
 from maniple.sampler.remote_leases import RemoteLender
 from maniple.settings.options import with_joining_settings
@@ -121,7 +121,7 @@ class LocalConnection(_Connection):
         center, is_creator = SharedCenter.open_or_create(
             self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule)
         )
-        warm_up(list(center.layout.sizes))  # in shared memory the worker computes exchanges
+        warm_up_in_background(center.layout.sizes)  # in shared memory the worker computes exchanges
         return center, is_creator
 
     def _await_center(self, name: str) -> None:
