@@ -5,12 +5,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 OnValue = Callable[[int, Array], None]  # receives the value of chunk k while it is copied
+State = dict[str, Array]  # what a rule keeps of one chunk or entry, by name: vectors of its size, scalars of size 1
+
+
+class StateNames(NamedTuple):
+    """What a rule keeps beside the parameters, at each worker or at the center."""
+
+    vectors: tuple[str, ...] = ()  # of the model's size
+    scalars: tuple[str, ...] = ()  # one number per chunk, since each chunk is exchanged by itself
+
+
+NO_STATE = StateNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +108,39 @@ class Exchanger(Protocol):
         """The operation of the host that is equivalent to `exchange`; None if there is none."""
         ...
 
-    def rounded(self, x: Array, memory: Array) -> None:
+    def rounded(self, x: Array, state: State) -> None:
         """Called after an exchange with the replica's value rounded to half precision."""
         ...
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        """Change replica `x` and center `c` in place; return the positions of refused values, or None."""
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
+        """Change replica `x`, center `c` and `state` in place; return the positions of refused values, or None."""
         ...
 
 
 class Center(Protocol):
     """The shared parameters, in chunks (`Layout.chunks`). `tests/contract/test_center.py` tests every implementation.
 
-    `memory` has the rule's private vector of each chunk, and `on_value` receives the value of each.
+    `state` has what the rule keeps of each chunk at this worker (None if nothing), and `on_value` receives the value of
+    each. `exchange` gives the rule both this and what it keeps at the center (`Layout.state`); `pull` and `push` copy
+    the latter to and from `state_copy`, for workers that have it too.
     """
 
     @property
     def live(self) -> int: ...
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome: ...
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome: ...
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome: ...
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome: ...
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome: ...
     def release(self) -> None:
         """Free memory that can be restored when it is needed."""
         ...

@@ -69,7 +69,7 @@ def test_versions_count_two_for_each_write_and_none_for_a_look(opened):
 
 def test_version_is_odd_while_a_parameter_is_written(opened):
     class Looking(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             seen.append(center.versions)
             return
 
@@ -102,7 +102,7 @@ def test_error_before_anything_was_written_is_no_torn_write(opened):
 
 def test_error_in_a_rule_gives_the_lock_back(opened, monkeypatch):
     class Broken(Rule):
-        def mix(self, x, c, memory):
+        def mix(self, x, c, state):
             raise ZeroDivisionError
 
     params = some()
@@ -190,7 +190,7 @@ def test_wait_for_a_lock_ends_and_names_the_parameter_and_its_holder(opened, mon
     seen = []
 
     class Holding(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             if x.size == 3:  # worker 3 holds "b", and does not go on
                 with pytest.raises(WaitedTooLong, match=r"\d\.\d s for the lock of parameter 'b'.*worker 3") as caught:
                     exchange(first, params)
@@ -211,7 +211,7 @@ def test_parameters_that_others_hold_come_later_and_none_twice(opened):
     order: list[int] = []
 
     class Watching(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             if not order:
                 release.start()
             order.append(x.size)
@@ -306,7 +306,7 @@ from maniple.center.snapshot import write_snapshot
 from maniple.contracts import ExchangeInfo
 
 class Holding(Rule):
-    def exchange(self, x, c, memory, moment):
+    def exchange(self, x, c, state, moment):
         c[:1] = 77.0
         print("holding", flush=True)
         time.sleep(60)
@@ -379,8 +379,8 @@ def test_worker_killed_in_the_middle_of_a_parameter_frees_it_and_is_noticed(segm
 def test_downpour_counts_every_change_through_another_s_view(opened):
     params = some()
     center, host = opened(params, 0), opened(some(), 1)
-    memory = [np.zeros(6), np.zeros(3)]
+    state = [{"center": np.zeros(6)}, {"center": np.zeros(3)}]
     for _ in range(5):
         params["w"] += 1
-        center.exchange(adapt(params), Downpour(), memory, ExchangeInfo())
+        center.exchange(adapt(params), Downpour(), state, ExchangeInfo())
     assert (host.read(0) == 5).all()

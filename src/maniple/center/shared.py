@@ -15,7 +15,7 @@ import numpy as np
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.staging import existing_files, finish_pending
 from maniple.clock import Deadline
-from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
 from maniple.errors import LayoutMismatch
 from maniple.layout import CHUNK_BYTES, Chunk, Layout
 from maniple.memory.locks import ByteLocks
@@ -40,6 +40,8 @@ class SharedCenter:
         self._memory = memory = CenterFile(path)
         self.name, self.note, self.layout = path.name, memory.note, memory.layout
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
+        self.state = memory.state
+        self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
         self._size_bytes = self.layout.size_bytes
         self._is_half = [self.layout.has_half(k) for k in range(len(self._arrays))]
@@ -56,13 +58,16 @@ class SharedCenter:
         rank: int,
         lock: bool = True,
         note: str = "",
+        state: StateNames = NO_STATE,
         timeout_s: float = LOCK_TIMEOUT_S,
     ) -> tuple["SharedCenter", bool]:
         """Open the center `name`, or create it from `model`; return it and whether it was created.
 
-        The creator's `note` is stored. Concurrent creators wait for the first; one that dies is replaced by the next.
+        The creator's `note` is stored. `state` names what the rule keeps at the center, of zeros at first. Concurrent
+        creators wait for the first; one that dies is replaced by the next.
         """
-        layout, path = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name)), segment.path / name
+        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name), state=state)
+        path = segment.path / name
         with (
             closing(ByteLocks(path)) as locks,
             locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"),
@@ -89,26 +94,39 @@ class SharedCenter:
         return self._segment.live
 
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center."""
+        own_scalars = state is not None and any(value.size == 1 for value in state[0].values())
+        at_center = self.state.chunks
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
             moment.staleness = max(0, self._versions[k] - self._seen[k]) // 2
-            refused: list[Array] = []
-            # Rounding needs the chunk as a whole; else its pieces are exchanged where they are.
-            pieces = [(slice(0, None), chunks.array(k))] if self._is_half[k] else chunks.pieces(k)
-            for where, x in pieces:
-                past = None if memory is None else memory[k][where]
-                if (found := rule.exchange(x, c[where], past, moment)) is not None:
-                    refused.append(where.start + found)
+            kept = at_center[k] if state is None else state[k] if not at_center[k] else at_center[k] | state[k]
+            # Rounding and scalars need the chunk as a whole; else its pieces are exchanged where they are.
+            if self._is_half[k] or self._has_scalars or own_scalars:
+                x = chunks.array(k)
+                found = rule.exchange(x, c, kept, moment)
                 if self._is_half[k]:
-                    round_replica(self.layout, k, x, rule, past)
+                    round_replica(self.layout, k, x, rule, kept if state is not None else None)
+                return found
+            refused: list[Array] = []
+            for where, x in chunks.pieces(k):
+                part = {name: value[where] for name, value in kept.items()} if kept else kept
+                if (found := rule.exchange(x, c[where], part, moment)) is not None:
+                    refused.append(where.start + found)
             return np.concatenate(refused) if refused else None
 
         return self._for_each(model, apply, ways=2)
 
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome:
         """Set `model` to the center; `on_value` receives each chunk's value, under its lock.
 
         With `peek`, staleness is still measured from the last exchange or pull before.
@@ -117,6 +135,9 @@ class SharedCenter:
         def apply(k: int, chunks: ChunkedModel, c: Array) -> None:
             x = chunks.array(k)
             x[:] = c
+            if state_copy is not None:
+                for name, value in self.state.chunks[k].items():
+                    state_copy[k][name][:] = value
             if self._is_half[k]:
                 self.layout.round_chunk(k, x)
             if on_value is not None:
@@ -124,10 +145,15 @@ class SharedCenter:
 
         return self._for_each(model, apply, writes=False, peek=peek)
 
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite; `on_value` as in `pull`."""
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
+            if state_copy is not None:
+                for name, value in self.state.chunks[k].items():
+                    value[:] = state_copy[k][name]
             x, refused = chunks.array(k), None
             if not np.isfinite(x).all():
                 refused = np.flatnonzero(~np.isfinite(x))
@@ -257,6 +283,10 @@ class SharedCenter:
         """Chunk k itself, in shared memory. The caller holds its lock."""
         return self._arrays[k]
 
+    def record(self, k: int) -> list[Array]:
+        """Chunk k and the rule's state of it, in shared memory. The caller holds its lock."""
+        return [self._arrays[k], *self.state.chunks[k].values()]
+
     def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
         """Return a copy of chunk k; `under_lock` is called while the lock is held."""
         value = np.empty_like(self._arrays[k])
@@ -305,12 +335,12 @@ def visiting_order(count: int, rank: int, live: int) -> list[int]:
     return [*range(start, count), *range(start)]
 
 
-def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, memory: Array | None) -> None:
-    """Round a replica's new value `x` of chunk k where the replica holds half precision."""
+def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, state: State | None) -> None:
+    """Round a replica's new value `x` of chunk k where the replica holds half precision; `state` is the worker's."""
     if layout.has_half(k):
         layout.round_chunk(k, x)
-        if memory is not None:
-            rule.rounded(x, memory)
+        if state is not None:
+            rule.rounded(x, state)
 
 
 def finite_parts(chunk: Chunk, x: Array, c: Array) -> Array:

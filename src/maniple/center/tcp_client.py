@@ -18,7 +18,7 @@ from maniple.center.shared import chunk_bytes, visiting_order
 from maniple.clock import Deadline
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
-from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
 from maniple.errors import BadFrame, HostAway, ManipleError, WaitedTooLong
 from maniple.layout import Layout
 from maniple.wire.frames import Stream
@@ -78,11 +78,15 @@ class TcpCenter:
         rank: int = 0,
         wire: str = "float32",
         note: str = "",
+        state: StateNames = NO_STATE,
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
     ) -> tuple["TcpCenter", bool]:
-        """Open the center `name` at the host, or create it from `model`; return it and whether it was created."""
-        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)))
+        """Open the center `name` at the host, or create it from `model`; return it and whether it was created.
+
+        `state` names what the rule keeps at the center, of zeros at first.
+        """
+        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)), state=state)
         center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
         return center, retry_until(link, lambda: center._open(model, note), deadline_s)
 
@@ -113,7 +117,7 @@ class TcpCenter:
         return self._last_live if self._live is None else self._live()
 
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center.
 
@@ -125,31 +129,44 @@ class TcpCenter:
         with self._passing(model) as chunks:
             operation = rule.operation(moment) if _host_can_apply(rule) else None
             if operation is None:
-                outcome = self._swap(Swap(self, chunks, rule, memory, moment))
+                outcome = self._swap(Swap(self, chunks, rule, state, moment))
             elif operation.is_change:
-                assert memory is not None
+                assert state is not None
                 if self._sent is None:
                     self._sent = self.layout.chunk_views(self.layout.allocate())
-                outcome = self._run(SendChanges(self, chunks, operation, rule, memory=memory, sent=self._sent))
+                outcome = self._run(SendChanges(self, chunks, operation, rule, state=state, sent=self._sent))
             else:
-                values = SendValues(self, chunks, operation, rule, memory)
+                values = SendValues(self, chunks, operation, rule, state)
                 outcome = self._run(values)
                 self._replace_nonfinite(chunks, values.unknown)
         outcome.wire_bytes = self.link.wire_bytes - bytes_before
         return outcome.with_unique_names()
 
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite."""
 
         def push() -> Outcome:
             with self._passing(model) as chunks:
-                return self._run(Replace(self, chunks, on_value), ways=1).with_unique_names()
+                return self._run(Replace(self, chunks, on_value, state_copy), ways=1).with_unique_names()
 
         return retry_until(self.link, push, self._deadline_s)
 
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome:
         """Set `model` to the center; `on_value` receives each chunk's value."""
         stale: dict[int, int] = {}
+
+        def copy_state(k: int, state: State) -> None:
+            for name, value in state.items():
+                state_copy[k][name][:] = value  # pyright: ignore[reportOptionalSubscript]
 
         def pull() -> list[str]:
             # The caller discards what it peeks at, so that must not resolve anything.
@@ -166,27 +183,42 @@ class TcpCenter:
                         on_value(k, x)
                     chunks.commit(k)
 
-                return self.fetch(self._order(), update)
+                return self.fetch(self._order(), update, on_state=None if state_copy is None else copy_state)
 
         torn = retry_until(self.link, pull, self._deadline_s)
         staleness = sum(stale.values()) / len(self.seen)
         return Outcome(size_bytes=self._size_bytes, staleness=staleness, torn=torn).with_unique_names()
 
     def fetch(
-        self, wanted: Sequence[int], on_value: Callable[[int, Array, int], None], *, is_plain: bool = False
+        self,
+        wanted: Sequence[int],
+        on_value: Callable[[int, Array, int], None],
+        *,
+        is_plain: bool = False,
+        on_state: Callable[[int, State], None] | None = None,
     ) -> list[str]:
-        """Call `on_value(k, value, version)` for each wanted chunk; return the names of torn parameters."""
+        """Call `on_value(k, value, version)` for each wanted chunk; return the names of torn parameters.
+
+        `on_state` receives the rule's state of the chunk at the center before.
+        """
         stream, torn = self.link.stream(), list[str]()
+        is_plain = is_plain or on_state is not None
         for start in range(0, len(wanted), _WINDOW):
             window = wanted[start : start + _WINDOW]
             for k in window:
-                stream.send(PullChunk(self.name, k, self.feedback.codec(k, is_plain=is_plain).name))
+                codec = self.feedback.codec(k, is_plain=is_plain).name
+                stream.send(PullChunk(self.name, k, codec, with_state=on_state is not None))
             for k in window:
                 received, size = stream.receive()
                 message = check_reply(received, ChunkValue)
                 if message.chunk != k:
                     raise BadFrame(f"the value of chunk {k} was expected, and that of {message.chunk} came.")
-                on_value(k, self.feedback.receive(k, stream, size, is_plain=is_plain), message.version)
+                if on_state is None:
+                    value = self.feedback.receive(k, stream, size, is_plain=is_plain)
+                else:
+                    value, state = self.layout.split_record(k, self.feedback.receive_record(k, stream, size))
+                    on_state(k, state)
+                on_value(k, value, message.version)
                 if message.is_torn:
                     torn += self.layout.names_in(k)
         return torn

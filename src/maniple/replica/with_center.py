@@ -36,7 +36,7 @@ class WithCenter(Sharing):
         self._attach_shared()
 
     def begin(self) -> None:
-        """Take the center's values; the creator too, since rules with a memory start from them."""
+        """Take the center's values; the creator too, since rules with state start from them."""
         self._pull_center()
 
     def step(self) -> None:
@@ -55,10 +55,9 @@ class WithCenter(Sharing):
             return
         replica, samples, begin = self.replica, self._context.samples, clock.monotonic()
         info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live))
+        state = None if self._state is None else self._state.chunks
         try:
-            outcome, cost_s = replica.timed(
-                "exchange", self._center.exchange, self._model, self._rule, self._memory_chunks, info
-            )
+            outcome, cost_s = replica.timed("exchange", self._center.exchange, self._model, self._rule, state, info)
         except HostAway as error:
             cost_s = clock.monotonic() - begin
             replica.spent_s += cost_s
