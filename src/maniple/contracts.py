@@ -48,6 +48,7 @@ class ExchangeInfo:
     step: int = 0  # optimizer steps this worker has made
     live: int = 1  # p, the workers alive now
     staleness: int = 0  # writes of this chunk by others since this worker's last exchange
+    is_last: bool = False  # this worker's last exchange: chunks that others hold are waited for longer
 
 
 @dataclass(slots=True)
@@ -58,12 +59,14 @@ class Outcome:
     staleness: float = 0.0  # mean over the chunks
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite values, which were refused
     torn: list[str] = field(default_factory=list[str])  # parameters in chunks that a worker was writing when it died
+    locked: list[str] = field(default_factory=list[str])  # left out, since the holder of their lock makes no progress
     live: int = 0  # p at the end, where the host reports it
     wire_bytes: int = 0  # bytes through the socket, headers included; 0 in shared memory
 
     def with_unique_names(self) -> "Outcome":
         """Name each parameter once, though it may lie in several chunks."""
-        self.refused, self.torn = list(dict.fromkeys(self.refused)), list(dict.fromkeys(self.torn))
+        for names in (self.refused, self.torn, self.locked):
+            names[:] = dict.fromkeys(names)
         return self
 
 

@@ -1,5 +1,6 @@
 """What every center promises. One suite for all implementations; a new one is added to `CENTERS`."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -30,6 +31,7 @@ class Centers(Protocol):
     """One center and any number of workers connected to it."""
 
     def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]: ...
+    def segment(self) -> Segment: ...
     def close(self) -> None: ...
 
 
@@ -46,6 +48,9 @@ class SharedCenters:
         segment.mark(rank, 1)
         self._opened.append(center)
         return center, is_creator
+
+    def segment(self) -> Segment:
+        return self._segment
 
     def close(self) -> None:
         for center in self._opened:
@@ -70,6 +75,9 @@ class TcpCenters:
         return TcpCenter.open_or_create(
             link, "center-0", adapt(params), rank=rank, state=state, deadline_s=10, live=self._live
         )
+
+    def segment(self) -> Segment:
+        return self._host.segment
 
     def _live(self) -> int:
         return self._host.segment.live
@@ -483,6 +491,56 @@ def test_state_of_a_rule_of_one_s_own_is_kept_from_exchange_to_exchange(centers,
         worker.exchange(Counting())
     worker.pull()
     assert_all(worker.params, 3)
+
+
+@contextlib.contextmanager
+def stopped(centers: Centers, k: int):
+    """A local worker that is stopped while it writes chunk k, for the length of a `with` block."""
+    center = SharedCenter.open(centers.segment(), centers.segment().path / "center-0", rank=9)
+    assert center is not None and center.try_lock(k)
+    center.begin_write(k)
+    yield
+    center.end_write(k)
+    center.unlock(k)
+    center.close()
+
+
+class Adding(Rule):
+    """Adds what the worker has changed, as Downpour does; computed at the worker."""
+
+    def exchange(self, x, c, state, moment):
+        c += x - state["own"]
+        x[:] = state["own"][:] = c
+
+
+@pytest.mark.parametrize("rule", [Downpour(), Adding()], ids=["Downpour", "own rule"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_worker_that_is_stopped_in_a_write_holds_nobody_up_and_nothing_is_lost(centers, rule, is_last, monkeypatch):
+    monkeypatch.setattr("maniple.center.shared.STUCK_S", 0.02)
+    monkeypatch.setattr("maniple.center.tcp_server.STUCK_S", 0.02)
+    workers = [Worker(centers, some(), rank) for rank in range(2)]
+    chunk = len(workers[0].center.layout.chunks) // 2
+    stuck = set(workers[0].center.layout.names_in(chunk))
+    with stopped(centers, chunk):
+        for _ in range(3):
+            for worker in workers:
+                for value in worker.params.values():
+                    value += 1
+                assert set(worker.exchange(rule).locked) == stuck
+        late = Worker(centers, some(5), 2)  # it can begin
+        assert np.isfinite(late.params["w"]).all()
+    if is_last:
+        release = threading.Timer(0.3, lambda: None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(stopped(centers, chunk))
+            release = threading.Timer(0.3, stack.pop_all().close)
+            release.start()
+            assert workers[0].exchange(rule, ExchangeInfo(is_last=True)).locked == []
+            release.join()
+    for worker in (*workers, *workers):
+        assert worker.exchange(rule).locked == []
+    workers[0].pull()
+    assert_all(workers[0].params, 6)
 
 
 class Heavy(Rule):

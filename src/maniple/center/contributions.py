@@ -167,6 +167,10 @@ class Contribution(ABC):
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         """Receive the reply's payload of `size` bytes, and update the replica."""
 
+    def on_undone(self, k: int) -> None:
+        """The host has not applied chunk k: the replica stays as it is."""
+        self._in_flight.pop(k, None)
+
     @abstractmethod
     def on_lost_reply(self, k: int) -> None:
         """Update the replica: the host has applied chunk k, but the reply was lost."""
@@ -342,9 +346,8 @@ class Swap(Contribution):
 
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         stream.receive_bytes(size, at_most=0)
-        if reply.is_done:
-            self._center.seen[k] = reply.version
-            self.on_lost_reply(k)
+        self._center.seen[k] = reply.version
+        self.on_lost_reply(k)
 
     def on_lost_reply(self, k: int) -> None:
         x = self._model.array(k)

@@ -3,12 +3,19 @@
 Each chunk has a lock, one byte of the file, and a version. A worker that is killed during a write leaves each element
 old or new, the lock free and the version odd; the next holder of the lock reports the chunk's parameters as torn.
 What a killed host has begun for a remote worker is completed instead (`staging`).
+
+A worker that is stopped during a write keeps the lock, since it would continue writing when it wakes up. The chunk is
+then stuck: exchanges leave it out, and readers copy it without the lock. Its contributions are not lost, as they stay
+in the difference between replica and center. The first process that waits for the lock in vain marks the chunk, so
+that the others need not wait, and the next holder removes the mark.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,9 +28,13 @@ from maniple.layout import CHUNK_BYTES, Chunk, Layout
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import CenterFile, Segment
 
+T = TypeVar("T")
 _CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
 ARRAY_FILE = "array-"  # prefix of the file of a named array
 LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
+STUCK_S = (
+    0.5  # the wait for a lock before its chunk is left out: longer than a busy machine keeps a holder from its core
+)
 
 
 def chunk_bytes(name: str) -> int:
@@ -39,7 +50,9 @@ class SharedCenter:
         self._segment, self._rank, self._lock = segment, rank, lock
         self._memory = memory = CenterFile(path)
         self.name, self.note, self.layout = path.name, memory.note, memory.layout
+        self.is_array = self.name.startswith(ARRAY_FILE)
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
+        self._stuck = memory.stuck  # version + 1 of chunks that are stuck
         self.state = memory.state
         self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
@@ -117,7 +130,7 @@ class SharedCenter:
                     refused.append(where.start + found)
             return np.concatenate(refused) if refused else None
 
-        return self._for_each(model, apply, ways=2)
+        return self._for_each(model, apply, ways=2, stuck_s=LOCK_TIMEOUT_S if moment.is_last else STUCK_S)
 
     def pull(
         self,
@@ -129,7 +142,8 @@ class SharedCenter:
     ) -> Outcome:
         """Set `model` to the center; `on_value` receives each chunk's value, under its lock.
 
-        With `peek`, staleness is still measured from the last exchange or pull before.
+        Stuck chunks are read without it, and reported as torn. With `peek`, staleness is still measured from the last
+        exchange or pull before.
         """
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> None:
@@ -143,7 +157,7 @@ class SharedCenter:
             if on_value is not None:
                 on_value(k, x)
 
-        return self._for_each(model, apply, writes=False, peek=peek)
+        return self._for_each(model, apply, writes=False, peek=peek, stuck_s=STUCK_S)
 
     def push(
         self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
@@ -173,10 +187,12 @@ class SharedCenter:
         writes: bool = True,
         ways: int = 1,
         peek: bool = False,
+        stuck_s: float = math.inf,
     ) -> Outcome:
         """Call `apply(k, the replica's chunks, the center's chunk)` for each chunk, under its lock.
 
-        It returns the positions of refused elements. Chunks that others hold are deferred.
+        It returns the positions of refused elements. Chunks that others hold are deferred; after `stuck_s`, a write
+        leaves them out and a read needs no lock. Without `stuck_s`, WaitedTooLong is raised.
         """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
         is_locking, try_lock, unlock = self._lock, self._locks.take, self._locks.give
@@ -188,12 +204,22 @@ class SharedCenter:
             while waiting:
                 k = waiting.popleft()
                 if is_locking and not try_lock(k):
+                    if stuck_s == STUCK_S and self._stuck[k] == self._versions[k] + 1:
+                        self._pass_over(k, chunks, apply, outcome, writes=writes)
+                        continue
                     waiting.append(k)
                     busy += 1
                     if busy >= len(waiting):
-                        deadline = deadline or Deadline(LOCK_TIMEOUT_S)
-                        deadline.wait(self.describe_lock(k))
+                        deadline = deadline or Deadline(min(stuck_s, LOCK_TIMEOUT_S))
                         busy = 0
+                        if stuck_s == math.inf:
+                            deadline.wait(self.describe_lock(k))
+                        elif deadline.is_over():
+                            for k in waiting:
+                                self._pass_over(k, chunks, apply, outcome, writes=writes)
+                            break
+                        else:
+                            deadline.pause()
                     continue
                 try:
                     self._visit(k, chunks, apply, outcome, writes=writes, peek=peek)
@@ -204,7 +230,7 @@ class SharedCenter:
         finally:
             chunks.end()
         outcome.staleness /= len(self._seen)
-        return outcome.with_unique_names() if outcome.refused or outcome.torn else outcome
+        return outcome.with_unique_names() if outcome.refused or outcome.torn or outcome.locked else outcome
 
     def _visit(
         self,
@@ -219,6 +245,8 @@ class SharedCenter:
         """Call `apply` for chunk k, whose lock is held, and update its version."""
         versions, seen = self._versions, self._seen
         self._holders[k] = self._rank + 1
+        if self._stuck[k]:
+            self._stuck[k] = 0
         version = versions[k]
         if version & 1 and self._lock and self._finish_pending(k):
             version = versions[k]
@@ -238,6 +266,25 @@ class SharedCenter:
         if not peek:
             seen[k] = version
         chunks.commit(k)
+
+    def _pass_over(
+        self,
+        k: int,
+        chunks: ChunkedModel,
+        apply: Callable[[int, ChunkedModel, Array], Array | None],
+        outcome: Outcome,
+        *,
+        writes: bool,
+    ) -> None:
+        """Leave out chunk k, which is stuck; only read it, without its lock."""
+        self._stuck[k] = self._versions[k] + 1
+        if writes:
+            outcome.locked += self.layout.names_in(k)
+            return
+        apply(k, chunks, self._arrays[k])
+        chunks.commit(k)
+        if self._versions[k] & 1:
+            outcome.torn += self.layout.names_in(k)
 
     def release(self) -> None:
         """Unmap the pages from this process. They stay in shared memory and are mapped again on access."""
@@ -264,9 +311,18 @@ class SharedCenter:
         """Lock chunk k if it is free, and complete what a killed host has begun on it."""
         if not self._locks.take(k):
             return False
-        self._holders[k] = self._rank + 1
+        self._holders[k], self._stuck[k] = self._rank + 1, 0
         self._finish_pending(k)
         return True
+
+    def is_stuck(self, k: int, deadline: Deadline) -> bool:
+        """Whether this process or another has waited in vain for the lock of chunk k; `deadline` limits the wait."""
+        if self._stuck[k] == self._versions[k] + 1:
+            return True
+        if deadline.is_over():
+            self._stuck[k] = self._versions[k] + 1
+            return True
+        return False
 
     def unlock(self, k: int) -> None:
         """Unlock chunk k."""
@@ -287,14 +343,39 @@ class SharedCenter:
         """Chunk k and the rule's state of it, in shared memory. The caller holds its lock."""
         return [self._arrays[k], *self.state.chunks[k].values()]
 
-    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
-        """Return a copy of chunk k; `under_lock` is called while the lock is held."""
+    def read(self, k: int, under_lock: Callable[[], None] = lambda: None) -> Array:
+        """Return a copy of chunk k; `under_lock` is called while the lock is held, and perhaps more than once."""
         value = np.empty_like(self._arrays[k])
-        with self.locked(k):
+
+        def copy() -> None:
             value[:] = self._arrays[k]
-            if under_lock is not None:
-                under_lock()
+            under_lock()
+
+        self.read_locked(k, copy)
         return value
+
+    def read_locked(self, k: int, copy: Callable[[], T]) -> T:
+        """Return `copy()`, called while nobody changes chunk k except for a worker that is stopped in a write.
+
+        That one may wake up meanwhile, and others write the chunk after it: then it is called again under the lock.
+        Named arrays are never read without their lock.
+        """
+        if self.is_array:
+            with self.locked(k):
+                return copy()
+        deadline = Deadline(STUCK_S)
+        while not self.try_lock(k):
+            if not self.is_stuck(k, deadline):
+                deadline.pause()
+                continue
+            version, copied = self._versions[k], copy()
+            if self._locks.is_taken(k) and self._versions[k] == version:
+                return copied
+            deadline = Deadline(STUCK_S)
+        try:
+            return copy()
+        finally:
+            self.unlock(k)
 
     def is_torn(self, k: int) -> bool:
         """Whether a local worker died while it wrote chunk k, and it has not been written since."""

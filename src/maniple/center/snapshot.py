@@ -95,7 +95,7 @@ class ClosedArray:
         self._segment, self._path = segment, path
         self.name, self.note, self.layout, self.versions = center.name, center.note, center.layout, center.versions
 
-    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
+    def read(self, k: int, under_lock: Callable[[], None] = lambda: None) -> Array:
         """Return a copy of its value, as `SharedCenter.read` does."""
         center = SharedCenter.open(self._segment, self._path)
         assert center is not None  # it existed, and arrays are never removed

@@ -14,8 +14,8 @@ import numpy as np
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
-from maniple.center.shared import chunk_bytes, visiting_order
-from maniple.clock import Deadline
+from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, visiting_order
+from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
 from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
@@ -42,6 +42,7 @@ _SMALL_BYTES = 1 << 16  # values up to this size, and _FEW headers, fit into soc
 _FEW = 256
 _WINDOW = 256  # pulls sent ahead: enough to hide the latency, few enough that their headers fit into the buffers
 _MAX_TABLE_BYTES = 64 << 20
+_LOCKED_RETRY_S = 0.1  # between two tries of chunks whose lock the host could not take
 
 
 class TcpCenter:
@@ -124,20 +125,21 @@ class TcpCenter:
         Raises:
             HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
         """
-        bytes_before = self.link.wire_bytes
+        bytes_before, locked_s = self.link.wire_bytes, LOCK_TIMEOUT_S if moment.is_last else 0.0
         self.link.stream()  # raises HostAway before anything is changed
         with self._passing(model) as chunks:
             operation = rule.operation(moment) if _host_can_apply(rule) else None
             if operation is None:
-                outcome = self._swap(Swap(self, chunks, rule, state, moment))
+                outcome = self._swap(Swap(self, chunks, rule, state, moment), is_last=moment.is_last)
             elif operation.is_change:
                 assert state is not None
                 if self._sent is None:
                     self._sent = self.layout.chunk_views(self.layout.allocate())
-                outcome = self._run(SendChanges(self, chunks, operation, rule, state=state, sent=self._sent))
+                changes = SendChanges(self, chunks, operation, rule, state=state, sent=self._sent)
+                outcome = self._run(changes, locked_s=locked_s)
             else:
                 values = SendValues(self, chunks, operation, rule, state)
-                outcome = self._run(values)
+                outcome = self._run(values, locked_s=locked_s)
                 self._replace_nonfinite(chunks, values.unknown)
         outcome.wire_bytes = self.link.wire_bytes - bytes_before
         return outcome.with_unique_names()
@@ -149,7 +151,13 @@ class TcpCenter:
 
         def push() -> Outcome:
             with self._passing(model) as chunks:
-                return self._run(Replace(self, chunks, on_value, state_copy), ways=1).with_unique_names()
+                replace = Replace(self, chunks, on_value, state_copy)
+                outcome = self._run(replace, ways=1, locked_s=LOCK_TIMEOUT_S)
+                if outcome.locked:
+                    raise WaitedTooLong(
+                        f"waited {LOCK_TIMEOUT_S:g} s for the lock of parameter {outcome.locked[0]!r}. {STOPPED_HOLDER}"
+                    )
+                return outcome.with_unique_names()
 
         return retry_until(self.link, push, self._deadline_s)
 
@@ -229,21 +237,32 @@ class TcpCenter:
     def close(self) -> None:
         """Do nothing: the link belongs to the worker."""
 
-    def _run(self, contribution: Contribution, *, ways: int = 2) -> Outcome:
-        """Contribute to all chunks. After a break, continue with those that were not applied."""
+    def _run(self, contribution: Contribution, *, ways: int = 2, locked_s: float = 0.0) -> Outcome:
+        """Contribute to all chunks. After a break, continue with those that were not applied.
+
+        Chunks whose lock the host cannot take are tried again for `locked_s`, and then left out.
+        """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
         waiting, deadline = self._order(), Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+        locked, locked_deadline = list[int](), Deadline(locked_s, slice_s=BLOCKED_S)
         while waiting:
-            unapplied = self._run_once(contribution, waiting, outcome)
+            unapplied = self._run_once(contribution, waiting, outcome, locked)
             if len(unapplied) < len(waiting):
                 deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
             elif deadline.is_over():
                 raise HostAway(f"the connection to the host keeps breaking: {self.link.reason}")
             waiting = unapplied
+            if not waiting and locked and not locked_deadline.is_over():
+                clock.sleep(_LOCKED_RETRY_S)
+                waiting, locked = locked, []
+        for k in locked:
+            outcome.locked += self.layout.names_in(k)
         return outcome
 
-    def _run_once(self, contribution: Contribution, chunks: list[int], outcome: Outcome) -> list[int]:
-        """Contribute to some chunks; return those that a break left unapplied."""
+    def _run_once(
+        self, contribution: Contribution, chunks: list[int], outcome: Outcome, locked: list[int]
+    ) -> list[int]:
+        """Contribute to some chunks; return those that were not applied, and add those that are stuck to `locked`."""
         exchange = PendingExchange(self, chunks, contribution)
         self.link.unresolved.append(exchange.resolve)
         unapplied: list[int] = []
@@ -254,17 +273,22 @@ class TcpCenter:
             raise
         except OSError:
             unapplied = self._resolve(exchange.resolve)
+        finally:
+            locked += exchange.locked
+        unapplied = [*exchange.undone, *unapplied]
         self.link.unresolved.remove(exchange.resolve)
         self._last_live = outcome.live or self._last_live
         return unapplied
 
-    def _swap(self, swap: Swap) -> Outcome:
+    def _swap(self, swap: Swap, *, is_last: bool) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._size_bytes)
         for k in self._order():
             deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
-            swap.is_done, torn = False, list[str]()
+            swap.is_done, torn, locked = False, list[str](), list[int]()
             while not swap.is_done:
                 if deadline.is_over():
+                    if locked:
+                        break
                     raise WaitedTooLong(
                         f"waited {_NO_PROGRESS_S:g} s to swap {self.layout.names_in(k)[0]!r}, which other workers "
                         "keep writing. Exchange less often, or use a rule that the host applies (easgd, asgd, "
@@ -277,7 +301,15 @@ class TcpCenter:
                 except OSError as error:
                     self.link.drop(str(error))
                     continue
-                self._run_once(swap, [k], outcome)
+                locked.clear()
+                self._run_once(swap, [k], outcome, locked)
+                if locked and not is_last:
+                    break
+                if locked:
+                    clock.sleep(_LOCKED_RETRY_S)
+            if locked:
+                outcome.locked += self.layout.names_in(k)
+                continue
             outcome.torn += torn
             outcome.staleness += swap.staleness / len(self.layout.chunks)
             if k in swap.refused:
@@ -336,6 +368,8 @@ class PendingExchange:
     def __init__(self, center: TcpCenter, chunks: list[int], contribution: Contribution) -> None:
         self._center, self._chunks, self._contribution = center, chunks, contribution
         self._acknowledged = 0
+        self.undone: list[int] = []  # not applied, since the host could not take the lock of an earlier one
+        self.locked: list[int] = []  # not applied, since the host could not take its lock
         self._lost_replies: list[int] | None = None  # applied, but not acknowledged; None: not known yet
         self._unapplied: list[int] = []
         center.link.sequence += 1
@@ -398,6 +432,12 @@ class PendingExchange:
             reply = check_reply(received, ExchangeReply)
             if reply.item != item:
                 raise BadFrame(f"the reply to item {item} was expected, and that to item {reply.item} came.")
+            if not reply.is_done:
+                stream.receive_bytes(size, at_most=0)
+                self._contribution.on_undone(k)
+                (self.locked if reply.is_locked else self.undone).append(k)
+                self._acknowledged = item + 1
+                continue
             self._contribution.on_reply(k, reply, stream, size)
             self._acknowledged = item + 1
             outcome.staleness += reply.staleness / len(layout.chunks)

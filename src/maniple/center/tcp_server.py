@@ -18,7 +18,7 @@ import numpy as np
 
 from maniple.center.arrays import ARRAY, GivenValues, array_names, center_file
 from maniple.center.memory_quota import MemoryQuota
-from maniple.center.shared import LOCK_TIMEOUT_S, SharedCenter, chunk_bytes, finite_parts
+from maniple.center.shared import LOCK_TIMEOUT_S, STUCK_S, SharedCenter, chunk_bytes, finite_parts
 from maniple.center.staging import MAX_ITEMS, ROWS, Intent, StagingFile, StagingFiles, applied_number
 from maniple.clock import Deadline
 from maniple.contracts import Array
@@ -97,6 +97,7 @@ class CenterService:
         `recalled(worker)`: whether it knows that worker at all. `save` writes all values to a file of the run folder.
         """
         self._session, self._stream = session, session.stream
+        self._abandoned = 0  # the sequence of an exchange of which an item was not applied: nor are later ones
         self._segment, self._worker, self._rank = segment, worker, rank
         self._included, self._recalled, self._save = included, recalled, save
         self._files, self._quota = staging, quota
@@ -184,7 +185,27 @@ class CenterService:
             )
             return (reply,) if message.answer == "none" else (reply, _pack_in_place(codec, value))
 
-        self._stream.send(*self._with_lock(center, k, apply))
+        self._apply_or_abandon(message, center, apply)
+
+    def _apply_or_abandon(
+        self, message: ExchangeRequest, center: SharedCenter, apply: Callable[[], tuple[Any, ...]]
+    ) -> None:
+        """Call `apply` under the chunk's lock and send what it returns, unless the chunk is stuck.
+
+        Applied numbers count the items of an exchange without gaps, so the later ones are not applied either, and
+        the worker sends them again as another exchange.
+        """
+        k = message.chunk
+
+        def abandon(*, is_locked: bool) -> tuple[ExchangeReply]:
+            self._abandoned = message.sequence
+            live, version = self._segment.live, center.version(k)
+            return (ExchangeReply(message.item, version, 0, live, True, False, False, is_locked),)
+
+        if self._abandoned == message.sequence:
+            self._stream.send(*abandon(is_locked=False))
+        else:
+            self._stream.send(*self._with_lock(center, k, apply, if_stuck=lambda: abandon(is_locked=True)))
 
     def _exchange_record(self, message: ExchangeRequest, size: int, center: SharedCenter) -> None:
         """Replace a chunk and the rule's state of it, unless a value is not finite or a swap comes too late."""
@@ -197,7 +218,7 @@ class CenterService:
             value = self._staging.reserve(size)
             self._stream.receive_into(value)
 
-        def apply() -> ExchangeReply:
+        def apply() -> tuple[ExchangeReply]:
             applied = self._next_applied(message.sequence, message.item)
             is_torn, version = center.is_torn(k), center.version(k)
             is_done = message.operation == "replace" or version == message.seen
@@ -210,9 +231,9 @@ class CenterService:
                 self._staging.commit_record(center, intent, value)
             staleness = max(0, version - message.seen) // 2
             live = self._segment.live
-            return ExchangeReply(message.item, center.version(k), staleness, live, is_clean, is_torn, is_done)
+            return (ExchangeReply(message.item, center.version(k), staleness, live, is_clean, is_torn, is_done),)
 
-        self._stream.send(self._with_lock(center, k, apply))
+        self._apply_or_abandon(message, center, apply)
 
     def _pull(self, message: PullChunk, _: int) -> None:
         k = message.chunk
@@ -231,7 +252,7 @@ class CenterService:
             value[:] = array
             return reply, _pack_in_place(codec, value)
 
-        self._stream.send(*self._with_lock(center, k, copy))
+        self._stream.send(*self._with_lock(center, k, copy, if_stuck=lambda: center.read_locked(k, copy)))
 
     def _query_applied(self, message: AppliedQuery, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < _MAX_SEQUENCE:
@@ -257,13 +278,18 @@ class CenterService:
         applied = bytes(was_applied(item, int(k)) for item, k in enumerate(chunks, message.first))
         self._stream.send(AppliedReply(), applied)
 
-    def _with_lock(self, center: SharedCenter, k: int, call: Callable[[], T]) -> T:
+    def _with_lock(
+        self, center: SharedCenter, k: int, call: Callable[[], T], *, if_stuck: Callable[[], T] | None = None
+    ) -> T:
         """Make a call under the lock of chunk k, as the active session.
 
-        The session is not held while the lock is waited for, so that a newer connection of the worker need not wait.
+        If the lock's holder makes no progress, `if_stuck` is called instead, if that is given; named arrays are waited
+        for, since their pushes and pulls are atomic. The session is not held while the lock is waited for, so that a
+        newer connection of the worker need not wait.
         """
         deadline = Deadline(LOCK_TIMEOUT_S)
         with self._session.lock_queue.turn((center.name, k), deadline, lambda: center.describe_lock(k)):
+            stuck = Deadline(STUCK_S)
             while True:
                 with self._session.active():
                     if center.try_lock(k):
@@ -271,6 +297,8 @@ class CenterService:
                             return call()
                         finally:
                             center.unlock(k)
+                    if if_stuck is not None and not center.is_array and center.is_stuck(k, stuck):
+                        return if_stuck()
                 deadline.wait(center.describe_lock(k))
 
     def _finish_pending(self) -> None:

@@ -414,6 +414,7 @@ class CenterFile:
         counters = memoryview(memory)[offsets["counters"] :]
         self.versions = counters[: 8 * count].cast("q")
         self.holders = counters[8 * count : 16 * count].cast("q")
+        self.stuck = counters[16 * count : 24 * count].cast("q")
         self.arrays = self.layout.chunk_views(_vectors(self.layout, memory, offsets))
         self.state = RuleState(
             self.layout,
@@ -473,7 +474,7 @@ def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
     offsets: dict[str, int] = {}
     end = _PAGE + _whole_pages(len(layout.table))
     offsets["counters"] = end
-    end += _whole_pages(16 * len(layout.chunks))
+    end += _whole_pages(24 * len(layout.chunks))
     for name in ("", *layout.state.vectors):
         for dtype, size in layout.sizes.items():
             offsets[f"{name}/{dtype}"] = end

@@ -139,7 +139,8 @@ class ExchangeReply(Message, frozen=True, tag=17):
     live: int
     is_clean: bool  # False if non-finite elements were refused
     is_torn: bool
-    is_done: bool  # False if a swap found a newer version, and nothing was applied
+    is_done: bool  # False if nothing was applied: a swap found a newer version, or a lock could not be taken
+    is_locked: bool = False  # the holder of the chunk's lock makes no progress; later items were not tried
 
 
 class AppliedQuery(Message, frozen=True, tag=18):
