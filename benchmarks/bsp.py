@@ -1,11 +1,12 @@
 """Synchronous training on 2 processes: DistributedDataParallel, maniple, and 2 unsynchronised processes as the limit.
 
-For an MLP, an LSTM and a small CNN in PyTorch, with one thread per process. All processes start with the same
-parameters; each rank has its own batches, the same ones in every contestant. First the losses of 100 steps are compared
-between DDP and maniple: the mean over both ranks, and the largest relative difference. Then all contestants, alive at
-once, take turns of a fixed number of steps. This is repeated with new processes, because identical processes differ by
-chance. The speed-up is in samples per second over one plain process; all ratios are computed within a round, and their
-median counts. As in speedup.py, every process has the same settings of the C library's allocator.
+For an MLP, an LSTM, a small CNN and a transformer (a causal language model with 4 layers on random tokens) in PyTorch,
+with one thread per process. All processes start with the same parameters; each rank has its own batches, the same ones
+in every contestant. First the losses of 100 steps are compared between DDP and maniple: the mean over both ranks, and
+the largest relative difference. Then all contestants, alive at once, take turns of a fixed number of steps. This is
+repeated with new processes, because identical processes differ by chance. The speed-up is in samples per second over
+one plain process; all ratios are computed within a round, and their median counts. As in speedup.py, every process has
+the same settings of the C library's allocator.
 
     plain           one process without any communication
     DDP             DistributedDataParallel over gloo, with its defaults
@@ -16,7 +17,8 @@ median counts. As in speedup.py, every process has the same settings of the C li
     ours torch      with --torch: the same with --collectives torch
     ours overlap    with --torch: --collectives torch --rule bsp:overlap=true
 
-    python benchmarks/bsp.py [--models mlp lstm cnn] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp] [--torch]
+    python benchmarks/bsp.py [--models mlp lstm cnn transformer] [--casts 3] [--rounds 8] [--turn 1.0] [--rule bsp]
+    python benchmarks/bsp.py --torch
 """
 
 import argparse
@@ -34,7 +36,7 @@ from typing import Any
 from bare import Bare
 from cast import DEADLINE_S, Cast, answer
 from measure import report
-from speedup import ALLOCATOR, CORES, MODELS, build
+from speedup import ALLOCATOR, CORES, MODELS, TOKENS, WORDS, build
 
 BATCHES = 8  # per rank, used in turn
 LOSSES = 100  # steps whose losses are compared
@@ -43,6 +45,7 @@ DDP: dict[str, dict[str, bool]] = {
     "DDP views": {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False},
 }
 QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # the option's old name also works in older versions of torch
+ALL_MODELS = (*MODELS, "transformer")
 KINDS = ["plain", *DDP, "ours", "bare", "limit"]
 ENGINES = {
     "ours torch": ["--collectives", "torch"],
@@ -57,10 +60,15 @@ class Loop:
         import torch
 
         torch.set_num_threads(1)
-        self.kind, self.rank = kind, int(os.environ.get("RANK", "0"))
+        self.kind, self.worker = kind, None
+        if kind.startswith("ours"):
+            import maniple
+
+            self.worker = maniple.join(own_data=True)
+        self.rank = int(os.environ.get("RANK", "0")) if self.worker is None else self.worker.rank
         self.model, x, y = build(name)
         random = torch.Generator().manual_seed(100 + self.rank)
-        self.batches = [(scatter(x, random), torch.randint(0, 10, y.shape, generator=random)) for _ in range(BATCHES)]
+        self.batches = [draw(name, x, y, random) for _ in range(BATCHES)]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.loss_of = torch.nn.CrossEntropyLoss()
         self.steps = 0
@@ -78,10 +86,8 @@ class Loop:
             self.model = DistributedDataParallel(self.model, **DDP[self.kind])
         elif self.kind == "bare":
             self.bare = Bare(os.environ["STORE"], self.rank, list(self.model.parameters()))
-        elif self.kind.startswith("ours"):
-            import maniple
-
-            self.replica = maniple.join().share(self.model, self.optimizer)  # the command line sets the rule
+        elif self.worker is not None:
+            self.worker.share(self.model, self.optimizer)  # the command line sets the rule
 
     def step(self) -> Any:
         x, y = self.batches[self.steps % BATCHES]
@@ -104,13 +110,16 @@ class Loop:
         return steps * len(self.batches[0][1]) / (time.perf_counter() - begin)
 
 
-def scatter(x, random):
-    """Return a random batch with the shape and dtype of `x`: word ids if it has integers."""
+def draw(name: str, x, y, random):
+    """Return a random batch with the shapes and dtypes of `x` and `y`."""
     import torch
 
-    if x.dtype == torch.int64:
-        return torch.randint(0, 1000, x.shape, generator=random)
-    return torch.randn(x.shape, generator=random)
+    if name == "transformer":  # the next tokens are the targets
+        tokens = torch.randint(0, TOKENS, (len(x), x.shape[1] + 1), generator=random)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    is_words = x.dtype == torch.int64
+    some = torch.randint(0, WORDS, x.shape, generator=random) if is_words else torch.randn(x.shape, generator=random)
+    return some, torch.randint(0, 10, y.shape, generator=random)
 
 
 def start(folder: Path, kind: str, model: str, rule: list[str]) -> Cast:
@@ -193,7 +202,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=ALL_MODELS, default=ALL_MODELS)
     parser.add_argument("--casts", type=int, default=3, help="number of casts, each with new processes")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant per cast")
     parser.add_argument("--turn", type=float, default=1.0, help="length of a turn in seconds of one plain process")

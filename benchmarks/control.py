@@ -21,8 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from maniple.center import Segment
 from maniple.connection.link import Endpoint
 from maniple.environment import shared_memory
@@ -31,7 +29,7 @@ from maniple.wire.messages import JoinRequest
 from maniple.worker.controller_client import ControllerClient
 from maniple.worker.heartbeat_sender import HeartbeatSender
 from measure import report
-from server import DEADLINE_S, MIB, PROCESSES, TOKEN, Plan, our_act, serve, settled_bytes, start, tell
+from server import DEADLINE_S, MIB, PROCESSES, TOKEN, Plan, make_model, our_act, serve, settled_bytes, start, tell
 
 CROWDS = 8  # processes that hold the workers' connections
 PAUSE_S = 0.005  # between two requests
@@ -64,7 +62,7 @@ def crowd(pipe: Any, address: Address, count: int) -> None:
 
 def train(pipe: Any, rank: int, plan: Plan) -> None:
     """Run a worker that exchanges its model continuously until it is killed."""
-    act = our_act(plan, "tcp", rank, np.ones(plan.size_bytes // 4, np.float32))
+    act = our_act(plan, "tcp", rank, make_model(plan, rank))
     act()
     pipe.send("ready")
     while True:

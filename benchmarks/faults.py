@@ -1,20 +1,23 @@
 """Time lost to faults: a stopped worker, a network that goes silent, a crowded server, a worker that is killed.
 
     stop     Three local workers exchange 16 MB by EASGD after each step of 20 ms. One is stopped (SIGSTOP) inside an
-             exchange, under a lock and half-way through a write, for 30 or 70 s. Given are the longest pause between
-             two steps of the other workers, the ratio of their exchanges per second during the stop to those before
-             it, and whether the run failed.
-    cut      A worker on another machine exchanges 1 MB; for 15 s the network between the machines drops all
-             packets. Given are the longest pause between two steps during the cut, and the time from its end to the
-             end of the first exchange after it. With and without a link of 10 Mbit/s, on which an exchange takes 1.7 s.
-             Needs root.
-    clients  1 to 200 clients push 4 KB to one array, or to one each, for some seconds: pushes per second, the time of
-             the slowest 1 %, and the server's processor time per push.
-    restart  `--restarts`: from `kill -9` of a worker to the end of the first exchange of its successor.
+             exchange, under a lock and half-way through a write, for 30 or 70 s (--stops). Given are the longest pause
+             between two steps of the other workers, the ratio of their exchanges per second during the stop to those
+             before it, and whether the run failed.
+    cut      A worker on another machine exchanges 1 MB; for 15 s (--cut) the network between the machines drops all
+             packets. Given are the longest pause between two steps, and the time from the end of the cut to the end of
+             the first exchange after it. With and without a link of 10 Mbit/s, on which an
+             exchange takes 1.7 s. Needs root.
+    clients  1 to 200 clients (--clients) push 4 KB to one array, or to one each, for 6 s (--push): pushes per second,
+             the time of the slowest 1 %, and the server's processor time per push.
+    restart  `maniple run --restarts`: from `kill -9` of a worker, with a NumPy and with a torch model of 16 MB, to the
+             end of the first exchange of its successor. Given too are the time until the successor calls `share()`,
+             which is mostly imports, and the time that `share()` takes.
 
-Medians and the worst of all repetitions.
+Medians and the worst of all repetitions. All four faults take about 50 minutes; an estimate is printed at the start.
 
-    python benchmarks/faults.py [--faults stop cut clients restart] [--repeats 10]
+    python benchmarks/faults.py [--faults stop cut clients restart] [--repeats 10] [--stops 30 70] [--cut 15]
+    python benchmarks/faults.py --repeats 1 --stops 5 --cut 3 --clients 1 8 --push 1
 """
 
 import argparse
@@ -30,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,14 +48,14 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the virtual network of th
 
 MANIPLE = str(Path(sys.executable).with_name("maniple"))
 STEP_S = 0.02
-STOPS_S = (30.0, 70.0)
-CUT_S = 15.0
-CLIENTS = (1, 8, 50, 200)
+AFTER_STOP_S = 5.0  # for which the others are watched after a stop
 CLIENT_PROCESSES = 4
-PUSH_S = 6.0
+WARM_UP_S = 1.5  # of pushes, in which the server loads its kernels
 DEADLINE_S = 180.0
+FAULTS = ("stop", "cut", "clients", "restart")
+OVERHEAD_S = {"stop": 8.0, "cut": 6.0, "clients": 5.0, "restart": 7.0}  # to start and to end a case, for the estimate
 
-# Writes the time of each step to a file; ends when the file `end` appears.
+# Writes begin and end of share(), and the time of each step, to files; ends when the file `end` appears.
 TRAIN = f"""
 import os, signal, sys, time
 from pathlib import Path
@@ -61,11 +65,14 @@ import maniple
 class StopsInside(maniple.EASGD):
     def exchange(self, x, c, memory, moment):
         half = x.size // 2
-        is_clean = super().exchange(x[:half], c[:half], memory, moment)
+        first = super().exchange(x[:half], c[:half], memory, moment)
         if worker.rank == 1 and Path("stop").exists():
             Path("stop").unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().exchange(x[half:], c[half:], memory, moment) and is_clean
+        second = super().exchange(x[half:], c[half:], memory, moment)
+        refused = [first, None if second is None else second + half]
+        refused = [positions for positions in refused if positions is not None]
+        return np.concatenate(refused) if refused else None
 
 kind, parameters, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 worker = maniple.join(own_data=True)
@@ -73,10 +80,13 @@ rule = (StopsInside if kind == "stop" else maniple.EASGD)(0.1)
 if kind == "torch":
     import torch
     model = torch.nn.ParameterList(torch.zeros(size) for _ in range(parameters))
-    replica = worker.share(model, torch.optim.SGD(model.parameters(), lr=0.1), rule=rule, pace=maniple.Every(1))
+    trained = [model, torch.optim.SGD(model.parameters(), lr=0.1)]
 else:
-    model = {{f"p{{i}}": np.zeros(size, np.float32) for i in range(parameters)}}
-    replica = worker.share(model, rule=rule, pace=maniple.Every(1))
+    trained = [{{f"p{{i}}": np.zeros(size, np.float32) for i in range(parameters)}}]
+begin = time.time()
+replica = worker.share(*trained, rule=rule, pace=maniple.Every(1))
+with open(f"shares-{{worker.rank}}", "a") as shares:
+    print(begin, time.time(), file=shares)
 with open(f"steps-{{worker.rank}}", "a") as steps:
     while not Path("end").exists():
         time.sleep({STEP_S})
@@ -109,6 +119,11 @@ class Training:
     def exchange_ends(self, rank: int) -> list[float]:
         """When the exchanges of a worker ended."""
         return [row["start"] + row["duration"] for row in self.rows(rank, "exchange")]
+
+    def shares(self, rank: int) -> list[tuple[float, float]]:
+        """When the processes of a worker called share(), and when it returned."""
+        lines = (self.folder / f"shares-{rank}").read_text().splitlines()
+        return [(float(begin), float(end)) for begin, end in map(str.split, lines)]
 
     def await_exchanges(self, ranks: range, count: int = 20) -> None:
         """Wait until each worker of `ranks` has made `count` exchanges."""
@@ -157,7 +172,7 @@ def stopped(stop_s: float) -> dict[str, float]:
         with contextlib.suppress(ProcessLookupError, IndexError):
             os.kill(training.pids(1)[-1], signal.SIGCONT)
         end = time.time()
-        wait_for_end(end + 5, process)
+        wait_for_end(end + AFTER_STOP_S, process)
         until = time.time() if process.poll() is None else end
         code = training.end(process)
         others = (0, 2)
@@ -171,7 +186,7 @@ def stopped(stop_s: float) -> dict[str, float]:
         }
 
 
-def cut(rate_mbit: float) -> dict[str, float]:
+def cut(cut_s: float, rate_mbit: float) -> dict[str, float]:
     """Cut the network between a worker and its host."""
     from tests.cluster.conftest import Network
 
@@ -190,7 +205,7 @@ def cut(rate_mbit: float) -> dict[str, float]:
             training.await_exchanges(range(1), 3)
             begin = time.time()
             network.cut(2)
-            wait_for_end(begin + CUT_S, worker)
+            wait_for_end(begin + cut_s, worker)
             network.heal(2)
             healed = time.time()
             wait_for(lambda: any(t > healed for t in training.exchange_ends(0)))
@@ -203,8 +218,8 @@ def cut(rate_mbit: float) -> dict[str, float]:
             network.close()
 
 
-def crowded(count: int, *, is_one_array: bool) -> dict[str, float]:
-    """Let clients push at once."""
+def crowded(count: int, push_s: float, *, is_one_array: bool) -> dict[str, float]:
+    """Let clients push at once, for `push_s` seconds."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         run, command = folder / "runs" / "run", [MANIPLE, "serve", "--listen", "127.0.0.1:0", "--runs", "runs"]
@@ -217,7 +232,7 @@ def crowded(count: int, *, is_one_array: bool) -> dict[str, float]:
             barrier, results = context.Barrier(count + 1), context.Queue()
             shares = [count // processes + (k < count % processes) for k in range(processes)]
             children = [
-                context.Process(target=push_all, args=(address, k, share, is_one_array, barrier, results))
+                context.Process(target=push_all, args=(address, k, share, push_s, is_one_array, barrier, results))
                 for k, share in enumerate(shares)
             ]
             for child in children:
@@ -238,7 +253,9 @@ def crowded(count: int, *, is_one_array: bool) -> dict[str, float]:
             host.wait(DEADLINE_S)
 
 
-def push_all(address: str, process: int, count: int, is_one_array: bool, barrier: Any, results: Any) -> None:
+def push_all(
+    address: str, process: int, count: int, push_s: float, is_one_array: bool, barrier: Any, results: Any
+) -> None:
     """Run some of the clients, a thread for each."""
     durations: list[float] = []
 
@@ -246,8 +263,11 @@ def push_all(address: str, process: int, count: int, is_one_array: bool, barrier
         client, value = Client(address), np.ones(1024, np.float32)
         name = "shared" if is_one_array else f"array-{process}-{number}"
         client.create(name, value)
+        warm = time.perf_counter() + WARM_UP_S
+        while time.perf_counter() < warm:
+            client.push(name, value)
         barrier.wait(DEADLINE_S)
-        end = time.perf_counter() + PUSH_S
+        end = time.perf_counter() + push_s
         while (begin := time.perf_counter()) < end:
             client.push(name, value)
             durations.append(time.perf_counter() - begin)
@@ -270,7 +290,12 @@ def restarted(kind: str) -> dict[str, float]:
         wait_for(lambda: len(training.pids(1)) > 1 and training.exchange_ends(1)[-1] > begin)
         first = min(t for t in training.exchange_ends(1) if t > begin)
         training.end(process)
-        return {"until an exchange, s": first - begin}
+        called, returned = training.shares(1)[-1]
+        return {
+            "until share(), s": called - begin,
+            "share(), s": returned - called,
+            "until an exchange, s": first - begin,
+        }
 
 
 def processor_s(pid: int) -> float:
@@ -290,30 +315,53 @@ def wait_for_end(until: float, process: "subprocess.Popen[Any]") -> None:
         process.wait(max(0.0, until - time.time()))
 
 
-CASES: dict[str, dict[str, Callable[[], dict[str, float]]]] = {
-    "stop": {f"stopped for {stop_s:g} s": lambda stop_s=stop_s: stopped(stop_s) for stop_s in STOPS_S},
-    "cut": {
-        "cut for 15 s": lambda: cut(0),
-        "cut for 15 s, link of 10 Mbit/s": lambda: cut(10),
-    },
-    "clients": {
-        f"{count} clients, {'one array' if is_one else 'one array each'}": (
-            lambda count=count, is_one=is_one: crowded(count, is_one_array=is_one)
-        )
-        for is_one in (True, False)
-        for count in CLIENTS
-    },
-    "restart": {f"killed, {kind}": lambda kind=kind: restarted(kind) for kind in ("numpy", "torch")},
-}
+Case = Callable[[], dict[str, float]]
+
+
+def cases_of(fault: str, options: argparse.Namespace) -> dict[str, Case]:
+    """The cases of one fault, by name."""
+    if fault == "stop":
+        return {f"stopped for {stop_s:g} s": partial(stopped, stop_s) for stop_s in options.stops}
+    if fault == "cut":
+        name = f"cut for {options.cut:g} s"
+        return {name: partial(cut, options.cut, 0), f"{name}, link of 10 Mbit/s": partial(cut, options.cut, 10)}
+    if fault == "clients":
+        return {
+            f"{count} clients, {'one array' if is_one else 'one array each'}": partial(
+                crowded, count, options.push, is_one_array=is_one
+            )
+            for is_one in (True, False)
+            for count in options.clients
+        }
+    return {f"killed, {kind}": partial(restarted, kind) for kind in ("numpy", "torch")}
+
+
+def estimate_s(fault: str, options: argparse.Namespace) -> float:
+    """About how long all repetitions of one fault take."""
+    count = len(cases_of(fault, options))
+    waits_s = {
+        "stop": sum(options.stops) + count * AFTER_STOP_S,
+        "cut": count * options.cut,
+        "clients": count * (WARM_UP_S + options.push),
+        "restart": 0.0,
+    }
+    return options.repeats * (waits_s[fault] + count * OVERHEAD_S[fault])
 
 
 def main() -> None:
     """Repeat each fault, in turn, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="+", choices=CASES, default=list(CASES), help="which ones")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="which ones")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of each case")
+    parser.add_argument("--stops", type=float, nargs="+", default=[30.0, 70.0], help="lengths of a stop, in seconds")
+    parser.add_argument("--cut", type=float, default=15.0, help="length of a cut, in seconds")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 50, 200], help="numbers of clients")
+    parser.add_argument("--push", type=float, default=6.0, help="how long clients push, in seconds")
     options = parser.parse_args()
-    cases = {name: case for fault in options.faults for name, case in CASES[fault].items()}
+    estimates_s = {fault: estimate_s(fault, options) for fault in options.faults}
+    for fault, seconds in (estimates_s | {"in all": sum(estimates_s.values())}).items():
+        print(f"{fault:8} about {seconds / 60:.0f} min" if seconds >= 90 else f"{fault:8} about {seconds:.0f} s")
+    cases = {name: case for fault in options.faults for name, case in cases_of(fault, options).items()}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for number in range(options.repeats):
         for name, case in cases.items():

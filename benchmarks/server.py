@@ -1,13 +1,19 @@
 """Throughput of an exchange through a server, compared with a loopback echo, with Ray and with gloo.
 
-Models of 4, 40 and 400 MiB (float32, parameters of 1 Mi elements = 4 MiB each; the 4 MiB model has 4 of 1 MiB), and
-1, 2 and 4 workers, each a separate process. In a round every worker exchanges once; the rounds of all rows are
-interleaved, in one run. GB/s is bytes of the vector times workers per second of a round, from the starting signal
-through a pipe to the last worker's "done". An exchange moves the vector twice per worker, an all_reduce among n workers
-only 2 (n - 1) / n times. The server's memory is the growth of its process since before the first worker, without its
-libraries. Ray is not a dependency of this project: without it, its row is empty.
+Torch models of 4, 40 and 400 MiB (float32) with 8 and 200 parameters, and 1, 2 and 4 workers, each a separate process.
+The limit is a bare duplex echo of the same bytes, over loopback TCP and over a Unix-domain socket. Like ours, it has
+one server process with a thread per connection. It is measured in pieces of 256 KiB and of 1 MiB, and the better one
+counts. In a round every worker exchanges once; the rounds of all rows are interleaved, in one run. GB/s is bytes of the
+vector times workers per second of a round, from the starting signal through a pipe to the last worker's "done". An
+exchange moves the vector twice per worker, an all_reduce among n workers only 2 (n - 1) / n times. The server's memory
+is the growth of its process since before the first worker, without its libraries. The worker that creates the center
+sends it parameter by parameter, so its connection needs the memory of the largest one rather than of a chunk.
 
-    python benchmarks/server.py [--sizes 4 40 400] [--workers 1 2 4] [--rows tcp unix shared echo ray gloo]
+Ray and gloo are measured with --others only, since Ray takes long to start. Ray is not a dependency of this project:
+without it, its row is empty.
+
+    python benchmarks/server.py [--parameters 8 200] [--sizes 4 40 400] [--workers 1 2 4] [--others]
+    python benchmarks/server.py --rows tcp echo
 """
 
 import argparse
@@ -29,19 +35,21 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maniple.adapters import adapt
+from maniple.adapters import Adapter, adapt
 from maniple.center import Segment, SharedCenter
 from maniple.center.tcp_client import TcpCenter
 from maniple.connection.link import Endpoint, Link
 from maniple.connection.retry import retry_until
 from maniple.contracts import ExchangeInfo
 from maniple.environment import Environment, shared_memory, variables_for
+from maniple.layout import CHUNK_BYTES
 from maniple.memory.segment import LIVE
 from maniple.rules import EASGD
 from maniple.wire.address import Address
@@ -55,12 +63,17 @@ ROWS = {
     "tcp": "ours over loopback TCP: EASGD exchange with a server process",
     "unix": "ours over a Unix-domain socket: the same",
     "shared": "ours in shared memory: the same, without a server",
-    "echo": "(a) the limit: bare duplex echo over loopback TCP, a process per connection, in pieces of 1 MiB",
-    "ray": "(b) a Ray actor does the same update: x travels there and back, and is copied into place",
-    "gloo": "(c) torch.distributed gloo all_reduce of the flat vector among the workers",
+    "echo": "the limit of tcp: bare duplex echo over loopback TCP",
+    "unix echo": "the limit of unix: bare duplex echo over a Unix-domain socket",
+    "ray": "a Ray actor does the same update: x travels there and back, and is copied into place",
+    "gloo": "torch.distributed gloo all_reduce of the flat vector among the workers",
 }
-NEEDS = {"ray": "ray", "gloo": "torch"}
-RATIOS = [("tcp", "echo"), ("tcp", "ray"), ("tcp", "gloo"), ("shared", "ray"), ("shared", "gloo")]
+OTHERS = ("ray", "gloo")
+PIECES = {f"{row}, {piece >> 10} KiB": (row, piece) for row in ("echo", "unix echo") for piece in (MIB // 4, MIB)}
+LIMITS = {"tcp": "echo", "unix": "unix echo"}
+RATIOS = [*LIMITS.items(), ("unix", "tcp")]
+RATIOS_TO_OTHERS = [("tcp", "ray"), ("tcp", "gloo"), ("shared", "ray"), ("shared", "gloo")]
+UNIX_BUFFER_BYTES = 4 * MIB  # as ours; the default is 208 KiB. Over TCP, both leave it to the kernel.
 PROCESSES = multiprocessing.get_context("spawn")
 Act = Callable[[], Any]
 
@@ -80,8 +93,9 @@ class Plan:
 def work(pipe: Any, rank: int, rows: list[str], plan: Plan) -> None:
     """Run a worker: prepare its rows, then make one exchange for each name received through the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
-    flat = np.random.default_rng(rank).uniform(1, 2, plan.size_bytes // 4).astype(np.float32)
-    acts = {row: {"echo": echo_act, "gloo": gloo_act}.get(row, our_act)(plan, row, rank, flat) for row in rows}
+    model = make_model(plan, rank)
+    prepare = dict.fromkeys(PIECES, echo_act) | {"gloo": gloo_act}
+    acts = {row: prepare.get(row, our_act)(plan, row, rank, model) for row in rows}
     with contextlib.suppress(EOFError):  # the parent has exited
         while pipe.poll(DEADLINE_S):
             acts[pipe.recv()]()
@@ -89,9 +103,23 @@ def work(pipe: Any, rank: int, rows: list[str], plan: Plan) -> None:
     os._exit(0)  # gloo's threads would wait for their peers
 
 
-def our_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
+def make_model(plan: Plan, rank: int) -> Adapter:
+    """Make a torch model, whose parameters the adapter keeps in one flat vector. All rows use the same one."""
+    import torch
+
+    flat = np.random.default_rng(rank).random(plan.size_bytes // 4, np.float32) + np.float32(1)
+    return adapt(torch.nn.ParameterList([torch.tensor(part) for part in np.array_split(flat, plan.parameters)]))
+
+
+def vector_of(model: Adapter) -> np.ndarray:
+    """Return the flat vector that has all parameters."""
+    vectors = model.flat_vectors()
+    assert vectors is not None
+    return vectors[0]["float32"]
+
+
+def our_act(plan: Plan, row: str, rank: int, model: Adapter) -> Act:
     """Prepare an exchange with the center, through the call that training uses."""
-    model = adapt({f"p{i}": part for i, part in enumerate(np.split(flat, plan.parameters))})
     if row == "shared":  # a separate center, so that the server's pages are not shared
         center, _ = SharedCenter.open_or_create(Segment(plan.segment), "center-1", model, rank=rank)
     else:
@@ -100,51 +128,67 @@ def our_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
     return lambda: center.exchange(model, EASGD(ALPHA), None, ExchangeInfo(live=plan.workers))
 
 
-def echo_act(plan: Plan, row: str, _rank: int, flat: np.ndarray) -> Act:
+def echo_act(plan: Plan, row: str, _rank: int, model: Adapter) -> Act:
     """Prepare a duplex echo of the same bytes, without frames, locks and arithmetic."""
-    link = bounded(plan.addresses[row].connect(DEADLINE_S))
-    whole = memoryview(flat).cast("B")
-    pieces = [whole[start : start + MIB] for start in range(0, whole.nbytes, MIB)]
+    link = configured(plan.addresses[row].connect(DEADLINE_S))
+    whole, (_, size) = memoryview(vector_of(model)).cast("B"), PIECES[row]
+    pieces = [whole[start : start + size] for start in range(0, whole.nbytes, size)]
 
     def act() -> None:
         sender = threading.Thread(target=link.sendall, args=(whole,), daemon=True)
         sender.start()
         for piece in pieces:
-            if link.recv_into(piece, MIB, socket.MSG_WAITALL) < MIB:
+            if link.recv_into(piece, size, socket.MSG_WAITALL) < size:
                 raise ConnectionResetError("the echo has ended")
         sender.join(DEADLINE_S)
 
     return act
 
 
-def echo(listener: socket.socket) -> None:
-    """Echo the bytes of one connection until it closes."""
+def echo_all(listeners: dict[str, socket.socket], workers: int) -> None:
+    """Run the server of all echoes: accept a connection of each worker for each row, and echo it in a thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener.settimeout(DEADLINE_S)
-    link = bounded(listener.accept()[0])
-    buffer = memoryview(bytearray(MIB))
+    threads: list[threading.Thread] = []
+    for row, listener in listeners.items():
+        listener.settimeout(DEADLINE_S)
+        for _ in range(workers):
+            threads.append(threading.Thread(target=echo, args=(configured(listener.accept()[0]), PIECES[row][1])))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def echo(link: socket.socket, size: int) -> None:
+    """Echo the bytes of one connection in pieces, until it closes."""
+    buffer = memoryview(bytearray(size))
     with contextlib.suppress(ConnectionError):
-        while count := link.recv_into(buffer, MIB, socket.MSG_WAITALL):
+        while count := link.recv_into(buffer, size, socket.MSG_WAITALL):
             link.sendall(buffer[:count])
 
 
-def bounded(link: socket.socket) -> socket.socket:
-    """Set the socket's timeout in the kernel: Python's would cost another system call each time."""
+def configured(link: socket.socket) -> socket.socket:
+    """Give the socket of an echo the settings that ours have.
+
+    Its timeout is the kernel's: Python's would cost another system call each time.
+    """
     link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if link.family == socket.AF_UNIX:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+    else:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         link.setsockopt(socket.SOL_SOCKET, side, struct.pack("ll", int(DEADLINE_S), 0))
     return link
 
 
-def gloo_act(plan: Plan, row: str, rank: int, flat: np.ndarray) -> Act:
+def gloo_act(plan: Plan, row: str, rank: int, model: Adapter) -> Act:
     """Prepare an all_reduce of a vector of zeros, whose repeated sums stay finite."""
     import torch.distributed
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     among: Any = {"rank": rank, "world_size": max(2, plan.workers), "timeout": datetime.timedelta(seconds=DEADLINE_S)}
     torch.distributed.init_process_group("gloo", init_method=f"file://{plan.run}/{row}", **among)
-    vector = torch.zeros(flat.size)
+    vector = torch.zeros(vector_of(model).size)
     return lambda: torch.distributed.all_reduce(vector)
 
 
@@ -197,8 +241,10 @@ def ray_act(plan: Plan) -> Generator[Act]:
                 os.waitpid(pid, 0)
 
 
-def measure(mebibytes: int, workers: int, rows: list[str], repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the GB/s of each row, and the server's memory."""
+def measure(
+    mebibytes: int, parameters: int, workers: int, rows: list[str], repeats: int
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the GB/s of each row, an echo once for each size of its pieces, and the server's memory."""
     with contextlib.ExitStack() as stack:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maniple-", ignore_cleanup_errors=True)))
         (run / "events").mkdir()
@@ -206,30 +252,35 @@ def measure(mebibytes: int, workers: int, rows: list[str], repeats: int) -> tupl
         stack.callback(segment.remove)
         for rank in range(workers):
             segment.mark(rank, LIVE)
-        addresses = {"tcp": Address(), "unix": Address(path=f"{run}/socket"), "echo": Address()}
-        listeners = {name: stack.enter_context(address.listen()) for name, address in addresses.items()}
-        addresses |= {name: Address(port=listeners[name].getsockname()[1]) for name in ("tcp", "echo")}
-        plan = Plan(mebibytes * MIB, max(4, mebibytes // 4), workers, run, segment.path, addresses)
+        contestants = [name for name in [*ROWS, *PIECES] if row_of(name) in rows and name not in LIMITS.values()]
+        echoes = [name for name in contestants if name in PIECES]
+        listeners, addresses = {}, dict[str, Address]()
+        for number, name in enumerate(["tcp", "unix", *echoes]):
+            address = Address(path=f"{run}/socket-{number}") if name.startswith("unix") else Address()
+            listeners[name] = one = stack.enter_context(address.listen())
+            addresses[name] = address if address.path else Address(port=one.getsockname()[1])
+        plan = Plan(mebibytes * MIB, parameters, workers, run, segment.path, addresses)
         acts: dict[str, Act] = {"ray": stack.enter_context(ray_act(plan))} if "ray" in rows else {}
         server = serve(stack, plan, [listeners["tcp"], listeners["unix"]])
         before_bytes = settled_bytes(server)
-        for _ in range(workers if "echo" in rows else 0):
-            start(stack, echo, listeners["echo"])
+        if echoes:
+            start(stack, echo_all, {name: listeners[name] for name in echoes}, workers)
         pipes: list[Any] = []
         for rank in range(max(2, workers) if "gloo" in rows else workers):  # one worker reduces with a host
-            own = [row for row in rows if row != "ray" and (row == "gloo" or rank < workers)]
+            own = [name for name in contestants if name != "ray" and (name == "gloo" or rank < workers)]
             pipe, far = PROCESSES.Pipe()
             pipes.append(stack.enter_context(pipe))
             start(stack, work, far, rank, own, plan)
             far.close()  # so that the worker's death closes the pipe
-        acts = {row: lambda row=row: tell(pipes if row == "gloo" else pipes[:workers], row) for row in rows} | acts
-        seconds = interleave(acts, repeats)
+        told = {name: partial(tell, pipes if name == "gloo" else pipes[:workers], name) for name in contestants}
+        seconds = interleave(told | acts, repeats)
         grown_bytes = settled_bytes(server) - before_bytes
     connections = workers * len({"tcp", "unix"} & set(rows))
-    bound_bytes = plan.size_bytes + connections * plan.size_bytes // plan.parameters
-    memory = {"MiB": mebibytes, "workers": workers, "connections": connections, "server grew, MB": grown_bytes / 1e6}
-    memory |= {"center + a parameter per connection, MB": bound_bytes / 1e6, "ratio": grown_bytes / bound_bytes}
-    return {row: plan.size_bytes * workers / value / 1e9 for row, value in seconds.items()}, memory
+    bound_bytes = (plan.size_bytes if connections else 0) + connections * min(CHUNK_BYTES, plan.size_bytes)
+    memory = {"parameters": parameters, "MiB": mebibytes, "workers": workers, "connections": connections}
+    memory |= {"server grew, MB": grown_bytes / 1e6, "center + a chunk per connection, MB": bound_bytes / 1e6}
+    memory["ratio"] = grown_bytes / bound_bytes if connections else None
+    return {name: plan.size_bytes * workers / value / 1e9 for name, value in seconds.items()}, memory
 
 
 def serve(stack: contextlib.ExitStack, plan: Plan, listeners: list[socket.socket]) -> int:
@@ -273,25 +324,55 @@ def settled_bytes(pid: int) -> int:
     return now
 
 
+def row_of(name: str) -> str:
+    """Return the row of a contestant: echoes have one for each size of pieces."""
+    return PIECES[name][0] if name in PIECES else name
+
+
+def with_limits(speed: dict[str, float]) -> dict[str, float]:
+    """Add the rows of the echoes, with the better of their pieces."""
+    limits = {row: [value for name, value in speed.items() if row_of(name) == row] for row in LIMITS.values()}
+    return speed | {row: max(values) for row, values in limits.items() if values}
+
+
+def ratio(speed: dict[str, float], a: str, b: str | None) -> float | None:
+    """Return how many times as fast `a` is; None if one of them was not measured."""
+    return speed[a] / speed[b] if a in speed and b in speed else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 40, 400], help="model sizes in MiB, multiples of 4")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[8, 200], help="numbers of parameters")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 40, 400], help="model sizes in MiB")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    ours = [row for row in ROWS if row not in OTHERS]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ours, help="which rows; all but Ray and gloo")
+    parser.add_argument("--others", action="store_true", help="measure Ray and gloo too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the child processes, as Ctrl-C does
-    missing = {row: f"{need} is not installed" for row, need in NEEDS.items() if not importlib.util.find_spec(need)}
-    ratios, memories = [], []
-    for mebibytes, workers in itertools.product(options.sizes, options.workers):
-        asked = [row for row in options.rows if row != "unix" or workers == 1]  # one worker is enough for this row
-        speed, memory = measure(mebibytes, workers, [row for row in asked if row not in missing], options.repeats)
-        what = ROWS | ({"gloo": ROWS["gloo"] + ": one and a host"} if workers == 1 else {}) | missing
-        pairs = {(a, b): speed[a] / speed[b] for a in speed for b in speed}
-        parts = [(row, {"GB/s": speed.get(row), "of (a)": pairs.get((row, "echo"))}) for row in asked]
-        table = [{"row": row} | numbers | {"what": what[row]} for row, numbers in parts]
-        report(f"server-{mebibytes}-{workers}", f"{mebibytes} MiB, workers: {workers}", table, repeats=options.repeats)
-        ratios.append({"MiB": mebibytes, "workers": workers} | {f"{a} / {b}": pairs.get((a, b)) for a, b in RATIOS})
+    asked = [row for row in ROWS if row in options.rows or (options.others and row in OTHERS)]
+    missing = [row for row in asked if row == "ray" and not importlib.util.find_spec("ray")]
+    wanted = RATIOS + [pair for pair in RATIOS_TO_OTHERS if pair[1] in asked]
+    rows, ratios, memories = [row for row in asked if row not in missing], [], []
+    for parameters, mebibytes, workers in itertools.product(options.parameters, options.sizes, options.workers):
+        measured, memory = measure(mebibytes, parameters, workers, rows, options.repeats)
+        speed = with_limits(measured)
+        what = ROWS | ({"gloo": ROWS["gloo"] + ": one and a host"} if workers == 1 else {})
+        table: list[dict[str, Any]] = [
+            {
+                "row": name,
+                "GB/s": value,
+                "of its limit": ratio(speed, name, LIMITS.get(name)),
+                "what": what[row_of(name)],
+            }
+            for name, value in measured.items()
+        ]
+        table += [{"row": row, "what": f"{row} is not installed"} for row in missing]
+        case = {"parameters": parameters, "MiB": mebibytes, "workers": workers}
+        title = ", ".join(f"{key}: {value}" for key, value in case.items())
+        report(f"server-{parameters}-{mebibytes}-{workers}", title, table, repeats=options.repeats)
+        ratios.append(case | {f"{a} / {b}": ratio(speed, a, b) for a, b in wanted})
         memories.append(memory)
     report("server-memory", "memory of the server", memories)
     report("server", "how many times as fast", ratios, repeats=options.repeats)

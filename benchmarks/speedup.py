@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 
 MODELS = ("mlp", "lstm", "cnn")
+WORDS = 1000  # of the LSTM
+TOKENS = 256  # of the transformer, which bsp.py measures too
 ALLOCATOR = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -32,6 +34,8 @@ def build(name: str):
     from torch import nn
 
     torch.manual_seed(1)
+    if name == "transformer":
+        return transformer()
     if name == "mlp":
         model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
         x = torch.randn(128, 784)
@@ -47,16 +51,44 @@ def build(name: str):
         class Sentiment(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.words = nn.Embedding(1000, 128)
+                self.words = nn.Embedding(WORDS, 128)
                 self.lstm = nn.LSTM(128, 128, batch_first=True)
                 self.out = nn.Linear(128, 10)
 
             def forward(self, x):
                 return self.out(self.lstm(self.words(x))[0].mean(1))
 
-        model, x = Sentiment(), torch.randint(0, 1000, (16, 50))
+        model, x = Sentiment(), torch.randint(0, WORDS, (16, 50))
     y = torch.randint(0, 10, (len(x),))
     return model, x, y
+
+
+def transformer():
+    """Return a causal language model with 4 layers and 0.87 M parameters, a batch of tokens, and the next tokens."""
+    import torch
+    from torch import nn
+
+    class Transformer(nn.Module):
+        def __init__(self, width: int = 128, length: int = 64):
+            super().__init__()
+            self.tokens = nn.Embedding(TOKENS, width)
+            self.positions = nn.Parameter(torch.randn(length, width) / width)
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+                for _ in range(4)
+            )
+            self.norm = nn.LayerNorm(width)
+            self.out = nn.Linear(width, TOKENS)
+            self.mask = nn.Transformer.generate_square_subsequent_mask(length)
+
+        def forward(self, x):
+            h = self.tokens(x) + self.positions
+            for layer in self.layers:
+                h = layer(h, src_mask=self.mask, is_causal=True)
+            return self.out(self.norm(h)).transpose(1, 2)  # classes come second
+
+    tokens = torch.randint(0, TOKENS, (8, 65))
+    return Transformer(), tokens[:, :-1], tokens[:, 1:]
 
 
 def worker(name: str, address: str, *, is_shared: bool) -> None:

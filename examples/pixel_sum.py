@@ -25,7 +25,7 @@ class Nudge(maniple.Rule):
     def __init__(self, share: float = 0.4) -> None:
         self.share = share
 
-    def mix(self, x, c, memory):  # noqa: ARG002 - for rules with state
+    def mix(self, x, c, state):  # noqa: ARG002 - for rules with state
         step = self.share * (x - c)
         return x - step, c + step
 

@@ -98,5 +98,9 @@ class Deadline:
             WaitedTooLong: the deadline has expired. `explain` says why it may take so long and what to do.
         """
         self.check(lambda: what, explain)
+        self.pause()
+
+    def pause(self) -> None:
+        """Sleep before the next check, as `wait` does."""
         clock.sleep(self._sleep_s)
         self._sleep_s = min(self._sleep_s * 1.5, 2e-3)

@@ -5,12 +5,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 OnValue = Callable[[int, Array], None]  # receives the value of chunk k while it is copied
+State = dict[str, Array]  # what a rule keeps of one chunk or entry, by name: vectors of its size, scalars of size 1
+
+
+class StateNames(NamedTuple):
+    """What a rule keeps beside the parameters, at each worker or at the center."""
+
+    vectors: tuple[str, ...] = ()  # of the model's size
+    scalars: tuple[str, ...] = ()  # one number per chunk, since each chunk is exchanged by itself
+
+
+NO_STATE = StateNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,7 @@ class ExchangeInfo:
     step: int = 0  # optimizer steps this worker has made
     live: int = 1  # p, the workers alive now
     staleness: int = 0  # writes of this chunk by others since this worker's last exchange
+    is_last: bool = False  # this worker's last exchange: chunks that others hold are waited for longer
 
 
 @dataclass(slots=True)
@@ -47,12 +59,14 @@ class Outcome:
     staleness: float = 0.0  # mean over the chunks
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite values, which were refused
     torn: list[str] = field(default_factory=list[str])  # parameters in chunks that a worker was writing when it died
+    locked: list[str] = field(default_factory=list[str])  # left out, since the holder of their lock makes no progress
     live: int = 0  # p at the end, where the host reports it
     wire_bytes: int = 0  # bytes through the socket, headers included; 0 in shared memory
 
     def with_unique_names(self) -> "Outcome":
         """Name each parameter once, though it may lie in several chunks."""
-        self.refused, self.torn = list(dict.fromkeys(self.refused)), list(dict.fromkeys(self.torn))
+        for names in (self.refused, self.torn, self.locked):
+            names[:] = dict.fromkeys(names)
         return self
 
 
@@ -97,28 +111,39 @@ class Exchanger(Protocol):
         """The operation of the host that is equivalent to `exchange`; None if there is none."""
         ...
 
-    def rounded(self, x: Array, memory: Array) -> None:
+    def rounded(self, x: Array, state: State) -> None:
         """Called after an exchange with the replica's value rounded to half precision."""
         ...
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        """Change replica `x` and center `c` in place; return the positions of refused values, or None."""
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
+        """Change replica `x`, center `c` and `state` in place; return the positions of refused values, or None."""
         ...
 
 
 class Center(Protocol):
     """The shared parameters, in chunks (`Layout.chunks`). `tests/contract/test_center.py` tests every implementation.
 
-    `memory` has the rule's private vector of each chunk, and `on_value` receives the value of each.
+    `state` has what the rule keeps of each chunk at this worker (None if nothing), and `on_value` receives the value of
+    each. `exchange` gives the rule both this and what it keeps at the center (`Layout.state`); `pull` and `push` copy
+    the latter to and from `state_copy`, for workers that have it too.
     """
 
     @property
     def live(self) -> int: ...
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome: ...
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome: ...
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome: ...
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome: ...
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome: ...
     def release(self) -> None:
         """Free memory that can be restored when it is needed."""
         ...

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from maniple.contracts import Array, Entry, FlatModel
+from maniple.contracts import NO_STATE, Array, Entry, FlatModel, State, StateNames
 from maniple.errors import InvalidArgument, LayoutMismatch
 
 # A chunk takes a few hundred microseconds: long against the cost of its lock and calls (about 10), short enough that
@@ -79,13 +79,32 @@ class Chunk:
         return self.size * np.dtype(self.dtype).itemsize
 
 
-class Layout:
-    """The places of entries in flat vectors, and the chunks of the vectors."""
+_Row = tuple[str, tuple[int, ...], str]
 
-    def __init__(self, entries: Sequence[Entry], *, is_numeric: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+
+class _Table(msgspec.Struct):
+    """The table of a layout with rule state. Without state, the table is the list of its entries alone."""
+
+    entries: list[_Row]
+    vectors: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+
+class Layout:
+    """The places of entries in flat vectors, the chunks of the vectors, and the rule's state beside them."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        is_numeric: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+        state: StateNames = NO_STATE,
+    ) -> None:
         """`is_numeric` also admits integers and complex numbers: for named arrays, not for models.
 
-        A `chunk_bytes` of 0 makes each entry one chunk, whatever its size.
+        A `chunk_bytes` of 0 makes each entry one chunk, whatever its size. `state` names what the rule keeps at the
+        center.
         """
         self.entries = tuple(entries)
         if not self.entries:
@@ -106,15 +125,20 @@ class Layout:
             self.places.append((dtype, start, start + entry.size))
             self.sizes[dtype] = start + entry.size
         self.size_bytes = sum(np.dtype(dtype).itemsize * size for dtype, size in self.sizes.items())
-        self.table = msgspec.json.encode([(e.name, e.shape, e.dtype) for e in self.entries])
+        self.state = state
+        rows = [(e.name, e.shape, e.dtype) for e in self.entries]
+        self.table = msgspec.json.encode(_Table(rows, *state) if any(state) else rows)
         self.digest = hashlib.sha256(self.table).hexdigest()
         self.chunk_bytes = chunk_bytes
 
     @classmethod
     def from_table(cls, table: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> "Layout":
         """Decode the `table` of a layout in another process."""
-        rows = msgspec.json.decode(table, type=list[tuple[str, tuple[int, ...], str]])
-        return cls([Entry(*row) for row in rows], is_numeric=True, chunk_bytes=chunk_bytes)
+        decoded = msgspec.json.decode(table, type=list[_Row] | _Table)
+        found = decoded if isinstance(decoded, _Table) else _Table(decoded)
+        state = StateNames(found.vectors, found.scalars)
+        check_state_names(state)
+        return cls([Entry(*row) for row in found.entries], is_numeric=True, chunk_bytes=chunk_bytes, state=state)
 
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
@@ -149,6 +173,25 @@ class Layout:
     def chunk_views(self, flat: dict[str, Array]) -> list[Array]:
         """Return one view per chunk into the flat vectors."""
         return [flat[chunk.dtype][chunk.start : chunk.stop] for chunk in self.chunks]
+
+    def record_bytes(self, k: int) -> int:
+        """The size of a record: chunk k and the rule's state of it."""
+        return (1 + len(self.state.vectors)) * self.chunks[k].size_bytes + 8 * len(self.state.scalars)
+
+    def split_record(self, k: int, data: Array) -> tuple[Array, State]:
+        """The chunk in the bytes of a record, and the rule's state of it."""
+        chunk, end, parts = self.chunks[k], 0, list[Array]()
+        for size_bytes, dtype in [(chunk.size_bytes, chunk.dtype)] * (1 + len(self.state.vectors)) + [
+            (8, "float64")
+        ] * len(self.state.scalars):
+            start, end = end, end + size_bytes
+            parts.append(data[start:end].view(dtype))
+        return parts[0], dict(zip((*self.state.vectors, *self.state.scalars), parts[1:], strict=True))
+
+    def join_record(self, value: Array, state: State) -> Array:
+        """The bytes of a record."""
+        names = (*self.state.vectors, *self.state.scalars)
+        return np.concatenate([part.view(np.uint8) for part in (value, *(state[name] for name in names))])
 
     def names_in(self, k: int) -> list[str]:
         """The names of the entries in chunk k."""
@@ -200,7 +243,66 @@ class Layout:
                     "Every worker must build the same model: same names, shapes, dtypes and order. "
                     "Look for sizes that depend on the rank or on the worker's data."
                 )
-        raise AssertionError("digests differ but no entry does")
+        raise LayoutMismatch(
+            f"this worker's rule keeps {_listed(self.state)} at the center, but {who} has {_listed(theirs.state)}. "
+            "Every worker must use the same rule, and a run is resumed with the rule that it was started with."
+        )
+
+
+class RuleState:
+    """The vectors and scalars that a rule keeps, for each chunk and for each entry of a layout.
+
+    Args:
+        vectors: flat vectors by dtype, for each name.
+        scalars: one number per chunk, for each name.
+    """
+
+    def __init__(self, layout: Layout, vectors: dict[str, dict[str, Array]], scalars: dict[str, Array]) -> None:
+        self.vectors, self.scalars = vectors, scalars
+        by_name = {name: layout.chunk_views(flat) for name, flat in vectors.items()}
+        by_name |= {name: np.split(values, len(values)) for name, values in scalars.items()}
+        self.chunks: list[State] = [
+            {name: values[k] for name, values in by_name.items()} for k in range(len(layout.chunks))
+        ]
+        views = {name: layout.views(flat) for name, flat in vectors.items()}
+        self.entries: list[State] = [
+            {name: values[i] for name, values in views.items()} for i in range(len(layout.entries))
+        ]
+
+    @classmethod
+    def zeros(cls, layout: Layout, names: StateNames) -> "RuleState":
+        """New state, in which all numbers are 0."""
+        vectors = {name: layout.allocate() for name in names.vectors}
+        return cls(layout, vectors, {name: np.zeros(len(layout.chunks)) for name in names.scalars})
+
+    def arrays(self) -> dict[str, Array]:
+        """All arrays, by names for files."""
+        vectors = {f"{name}/{dtype}": flat for name, one in self.vectors.items() for dtype, flat in one.items()}
+        return vectors | self.scalars
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Take over what `arrays` returned in another process; InvalidArgument if it is of other names or sizes."""
+        for name, value in self.arrays().items():
+            if name not in arrays or arrays[name].shape != value.shape:
+                found = f"of size {arrays[name].size}" if name in arrays else "missing"
+                raise InvalidArgument(
+                    f"the saved {name!r} of the rule is {found}, where {value.size} numbers are needed"
+                )
+            value[:] = arrays[name]
+
+
+def check_state_names(*states: StateNames) -> None:
+    """Raise InvalidArgument if a rule keeps two things by the same name, or one by a name that no file could have."""
+    seen: set[str] = set()
+    for name in (name for state in states for names in state for name in names):
+        if name in seen or not re.fullmatch(r"\w{1,64}", name, re.ASCII):
+            wrong = "is used twice" if name in seen else "is not made of up to 64 letters, digits and underscores"
+            raise InvalidArgument(f"{name!r}, which names a part of a rule's state, {wrong}. Rename it.")
+        seen.add(name)
+
+
+def _listed(state: StateNames) -> str:
+    return ", ".join(repr(name) for name in (*state.vectors, *state.scalars)) or "nothing"
 
 
 def _check(entry: Entry) -> None:

@@ -1,5 +1,6 @@
 """What every center promises. One suite for all implementations; a new one is added to `CENTERS`."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -15,8 +16,9 @@ from maniple.center import Segment, SharedCenter
 from maniple.center.snapshot import EntryReader
 from maniple.center.tcp_client import TcpCenter
 from maniple.connection.link import Link
-from maniple.contracts import Center, ExchangeInfo, Outcome
+from maniple.contracts import NO_STATE, Center, ExchangeInfo, Outcome, StateNames
 from maniple.errors import InvalidArgument, LayoutMismatch
+from maniple.layout import RuleState
 from maniple.wire.messages import JoinRequest
 from maniple.worker.heartbeat_sender import HeartbeatSender
 
@@ -28,7 +30,8 @@ Params = dict[str, np.ndarray]
 class Centers(Protocol):
     """One center and any number of workers connected to it."""
 
-    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]: ...
+    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]: ...
+    def segment(self) -> Segment: ...
     def close(self) -> None: ...
 
 
@@ -39,12 +42,15 @@ class SharedCenters:
         self._segment = Segment.create(root, "0123456789abcdef", root)
         self._opened: list[SharedCenter] = []
 
-    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
+    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]:
         segment = Segment(self._segment.path)
-        center, is_creator = SharedCenter.open_or_create(segment, "center-0", adapt(params), rank=rank)
+        center, is_creator = SharedCenter.open_or_create(segment, "center-0", adapt(params), rank=rank, state=state)
         segment.mark(rank, 1)
         self._opened.append(center)
         return center, is_creator
+
+    def segment(self) -> Segment:
+        return self._segment
 
     def close(self) -> None:
         for center in self._opened:
@@ -59,14 +65,19 @@ class TcpCenters:
         self._host = Serving(root)
         self._controls: list[HeartbeatSender] = []
 
-    def connect(self, params: Params, rank: int = 0) -> tuple[Center, bool]:
+    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]:
         door = self._host.door()
         control = HeartbeatSender(door, JoinRequest("here", 1, -1, 0), count=lambda: (0, 0, False))
         control.join(10)
         control.start()
         self._controls.append(control)
         link = Link(door, "data")
-        return TcpCenter.open_or_create(link, "center-0", adapt(params), rank=rank, deadline_s=10, live=self._live)
+        return TcpCenter.open_or_create(
+            link, "center-0", adapt(params), rank=rank, state=state, deadline_s=10, live=self._live
+        )
+
+    def segment(self) -> Segment:
+        return self._host.segment
 
     def _live(self) -> int:
         return self._host.segment.live
@@ -93,13 +104,13 @@ def centers(request, tmp_path, monkeypatch):
 
 
 class Worker:
-    """A connected worker: its arrays, its center, the memory that a rule may ask for."""
+    """A connected worker: its arrays, its center, and one vector that a rule may keep here, as `center` or `own`."""
 
-    def __init__(self, centers: Centers, params: Params, rank: int = 0) -> None:
+    def __init__(self, centers: Centers, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> None:
         self.params, self.model = params, adapt(params)
-        self.center, self.is_creator = centers.connect(params, rank)
+        self.center, self.is_creator = centers.connect(params, rank, state)
         its = self.center.layout
-        self.memory = its.chunk_views(its.allocate())
+        self.state = [{"center": one, "own": one} for one in its.chunk_views(its.allocate())]
         self.pull()
 
     def pull(self) -> Outcome:
@@ -109,10 +120,10 @@ class Worker:
         return self.center.push(self.model, self._remember)
 
     def exchange(self, rule: Any, moment: ExchangeInfo | None = None) -> Outcome:
-        return self.center.exchange(self.model, rule, self.memory, moment or ExchangeInfo())
+        return self.center.exchange(self.model, rule, self.state, moment or ExchangeInfo())
 
     def _remember(self, k: int, value: np.ndarray) -> None:
-        self.memory[k][:] = value
+        self.state[k]["center"][:] = value
 
 
 def some(fill: float = 0.0, dtype: str = "float64") -> Params:
@@ -130,7 +141,7 @@ def seen(centers: Centers, params: Params) -> Params:
     values: list[np.ndarray] = []
 
     class Look(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             values.append(c.copy())
 
     order: list[int] = []
@@ -342,9 +353,9 @@ def test_worker_that_closes_leaves_the_center_to_the_others(centers):
 
 def test_exchanges_of_others_since_one_s_last_are_counted(centers):
     class Watching(EASGD):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             seen.append(moment.staleness)
-            return super().exchange(x, c, memory, moment)
+            return super().exchange(x, c, state, moment)
 
     seen: list[int] = []
     first, second = Worker(centers, some()), Worker(centers, some(), rank=1)
@@ -430,12 +441,12 @@ def test_exchange_of_one_parameter_is_a_transaction(centers):
     class Slow(Rule):
         """Reads, waits, and writes: loses a change whenever another comes in between."""
 
-        memory = True
+        worker_vectors = ("own",)
 
-        def exchange(self, x, c, memory, moment):
-            value = c + (x - memory)
+        def exchange(self, x, c, state, moment):
+            value = c + (x - state["own"])
             time.sleep(1e-4)
-            c[:] = x[:] = memory[:] = value
+            c[:] = x[:] = state["own"][:] = value
             return
 
     rounds, workers = 8, [Worker(centers, some(), rank=rank) for rank in range(4)]
@@ -462,24 +473,155 @@ def test_exchange_without_a_change_leaves_the_center_alone(centers, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_memory_of_a_rule_of_one_s_own_is_kept_from_exchange_to_exchange(centers, dtype):
+def test_state_of_a_rule_of_one_s_own_is_kept_from_exchange_to_exchange(centers, dtype):
     class Counting(Rule):
         """Counts exchanges since the last pull, and puts the count into the center."""
 
-        memory = True
+        worker_vectors = ("own",)
 
-        def mix(self, x, c, memory):
-            memory += 1
-            return x, memory
+        def mix(self, x, c, state):
+            state["own"] += 1
+            return x, state["own"]
 
-        def remember(self, c, memory):
-            memory[:] = 0
+        def remember(self, c, state):
+            state["own"][:] = 0
 
     worker = Worker(centers, some(0, dtype))
     for _ in range(3):
         worker.exchange(Counting())
     worker.pull()
     assert_all(worker.params, 3)
+
+
+@contextlib.contextmanager
+def stopped(centers: Centers, k: int):
+    """A local worker that is stopped while it writes chunk k, for the length of a `with` block."""
+    center = SharedCenter.open(centers.segment(), centers.segment().path / "center-0", rank=9)
+    assert center is not None and center.try_lock(k)
+    center.begin_write(k)
+    yield
+    center.end_write(k)
+    center.unlock(k)
+    center.close()
+
+
+class Adding(Rule):
+    """Adds what the worker has changed, as Downpour does; computed at the worker."""
+
+    def exchange(self, x, c, state, moment):
+        c += x - state["own"]
+        x[:] = state["own"][:] = c
+
+
+@pytest.mark.parametrize("rule", [Downpour(), Adding()], ids=["Downpour", "own rule"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_worker_that_is_stopped_in_a_write_holds_nobody_up_and_nothing_is_lost(centers, rule, is_last, monkeypatch):
+    monkeypatch.setattr("maniple.center.shared.STUCK_S", 0.02)
+    monkeypatch.setattr("maniple.center.tcp_server.STUCK_S", 0.02)
+    workers = [Worker(centers, some(), rank) for rank in range(2)]
+    chunk = len(workers[0].center.layout.chunks) // 2
+    stuck = set(workers[0].center.layout.names_in(chunk))
+    with stopped(centers, chunk):
+        for _ in range(3):
+            for worker in workers:
+                for value in worker.params.values():
+                    value += 1
+                assert set(worker.exchange(rule).locked) == stuck
+        late = Worker(centers, some(5), 2)  # it can begin
+        assert np.isfinite(late.params["w"]).all()
+    if is_last:
+        release = threading.Timer(0.3, lambda: None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(stopped(centers, chunk))
+            release = threading.Timer(0.3, stack.pop_all().close)
+            release.start()
+            assert workers[0].exchange(rule, ExchangeInfo(is_last=True)).locked == []
+            release.join()
+    for worker in (*workers, *workers):
+        assert worker.exchange(rule).locked == []
+    workers[0].pull()
+    assert_all(workers[0].params, 6)
+
+
+class Heavy(Rule):
+    """Keeps a momentum and a count at the center, and how often it exchanged at the worker."""
+
+    center_vectors, center_scalars = ("momentum",), ("count",)
+
+    def mix(self, x, c, state):
+        state["count"] += 1
+        state["momentum"] *= 0.9
+        state["momentum"] += (x - c) / state["count"]
+        state["own"] += 1
+        return c + state["momentum"] + 0.001 * state["own"], c + state["momentum"]
+
+
+def heavy(worker: Worker, rule: Rule) -> tuple[np.ndarray, RuleState]:
+    """What a worker sees of the center: its flat values, and the rule's state."""
+    state = RuleState.zeros(worker.center.layout, rule.center_state)
+    worker.center.pull(worker.model, peek=True, state_copy=state.chunks)
+    return np.concatenate([value.ravel() for value in worker.params.values()]), state
+
+
+def test_rule_may_keep_vectors_and_scalars_at_the_center(centers):
+    rule = Heavy()
+    workers = [Worker(centers, some(), rank, rule.center_state) for rank in range(2)]
+    for one in workers:
+        for its in one.state:
+            its["own"][:] = 0
+    x, own = [np.zeros(10), np.zeros(10)], [0, 0]  # what each has, by the same equations
+    c, momentum = np.zeros(10), np.zeros(10)
+    for count in range(1, 8):
+        i = (count * count) % 2
+        for value in workers[i].params.values():
+            value += count
+        x[i] = x[i] + count
+        outcome = workers[i].exchange(rule)
+        assert not outcome.refused
+        own[i] += 1
+        momentum = momentum * 0.9
+        momentum += (x[i] - c) / np.float64(count)
+        x[i], c = c + momentum + 0.001 * np.float64(own[i]), c + momentum
+        flat = np.concatenate([value.ravel() for value in workers[i].params.values()])
+        np.testing.assert_array_equal(flat, x[i])
+    flat, state = heavy(Worker(centers, some(), 2, rule.center_state), rule)
+    np.testing.assert_array_equal(flat, c)
+    np.testing.assert_array_equal(state.vectors["momentum"]["float64"], momentum)
+    np.testing.assert_array_equal(state.scalars["count"], 7)
+
+
+def test_values_that_are_not_finite_change_no_state_at_the_center(centers):
+    rule = Heavy()
+    worker = Worker(centers, some(), 0, rule.center_state)
+    for its in worker.state:
+        its["own"][:] = 0
+    for value in worker.params.values():
+        value += 1
+    worker.params["b"][1] = np.inf
+    assert worker.exchange(rule).refused == ["b"]
+    flat, state = heavy(worker, rule)
+    momentum = state.vectors["momentum"]["float64"]
+    assert np.isfinite(flat).all() and np.isfinite(momentum).all()
+    assert flat[7] == momentum[7] == 0 and (momentum[:6] == 1).all()
+
+
+def test_push_may_bring_the_state_that_the_worker_has(centers):
+    rule = Heavy()
+    worker = Worker(centers, some(2), 0, rule.center_state)
+    state = RuleState.zeros(worker.center.layout, rule.center_state)
+    state.vectors["momentum"]["float64"][:] = np.arange(10)
+    state.scalars["count"][:] = 5
+    worker.center.push(worker.model, state_copy=state.chunks)
+    worker.push()  # without it: the center's stays
+    _, found = heavy(Worker(centers, some(), 1, rule.center_state), rule)
+    np.testing.assert_array_equal(found.vectors["momentum"]["float64"], np.arange(10))
+    np.testing.assert_array_equal(found.scalars["count"], 5)
+
+
+def test_worker_whose_rule_keeps_other_state_is_refused(centers):
+    Worker(centers, some(), 0, Heavy().center_state)
+    with pytest.raises(LayoutMismatch, match=r"keeps nothing at the center, but the center has 'momentum', 'count'"):
+        centers.connect(some(), 1)
 
 
 @pytest.mark.parametrize("rule", [EASGD(0), Downpour()], ids=repr)

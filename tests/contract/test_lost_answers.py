@@ -41,14 +41,14 @@ class Worker:
     def __init__(self, link: Link, name: str = "center-0") -> None:
         self.link, self.params = link, {"w": np.zeros(4), "v": np.zeros(2)}
         self.center, _ = TcpCenter.open_or_create(link, name, adapt(self.params), deadline_s=10)
-        self.memory = [np.zeros(4), np.zeros(2)]
+        self.state = [{"center": np.zeros(4)}, {"center": np.zeros(2)}]
 
     def add(self, value: float) -> None:
         for array in self.params.values():
             array += value
 
     def exchange(self) -> None:
-        self.center.exchange(adapt(self.params), Downpour(), self.memory, ExchangeInfo())
+        self.center.exchange(adapt(self.params), Downpour(), self.state, ExchangeInfo())
 
     def value(self) -> float:
         look = {name: np.zeros_like(array) for name, array in self.params.items()}

@@ -159,7 +159,7 @@ def test_arrays_fill_the_memory_up_to_the_limit_and_not_beyond(small):
 
 
 def test_files_are_bounded_in_number(serving, monkeypatch):
-    monkeypatch.setattr("maniple.center.tcp_server.MAX_FILES", 30)
+    monkeypatch.setattr("maniple.center.memory_quota.MAX_FILES", 30)
     with client(serving) as honest:
         honest.create("a", np.zeros(3))
         with pytest.raises(SharedMemoryFull, match="no more arrays"):

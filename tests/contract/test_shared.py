@@ -69,7 +69,7 @@ def test_versions_count_two_for_each_write_and_none_for_a_look(opened):
 
 def test_version_is_odd_while_a_parameter_is_written(opened):
     class Looking(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             seen.append(center.versions)
             return
 
@@ -102,7 +102,7 @@ def test_error_before_anything_was_written_is_no_torn_write(opened):
 
 def test_error_in_a_rule_gives_the_lock_back(opened, monkeypatch):
     class Broken(Rule):
-        def mix(self, x, c, memory):
+        def mix(self, x, c, state):
             raise ZeroDivisionError
 
     params = some()
@@ -190,16 +190,16 @@ def test_wait_for_a_lock_ends_and_names_the_parameter_and_its_holder(opened, mon
     seen = []
 
     class Holding(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             if x.size == 3:  # worker 3 holds "b", and does not go on
                 with pytest.raises(WaitedTooLong, match=r"\d\.\d s for the lock of parameter 'b'.*worker 3") as caught:
-                    exchange(first, params)
+                    first.push(adapt(params))
                 seen.append(caught.value)
             return
 
     exchange(second, some(), Holding())
     assert len(seen) == 1
-    assert first.versions == [4, 2]  # what was free was exchanged in the meantime
+    assert first.versions == [4, 2]  # what was free was written in the meantime
     assert exchange(first, params).torn == []
 
 
@@ -211,7 +211,7 @@ def test_parameters_that_others_hold_come_later_and_none_twice(opened):
     order: list[int] = []
 
     class Watching(Rule):
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             if not order:
                 release.start()
             order.append(x.size)
@@ -245,14 +245,64 @@ def test_exchange_continues_after_this_process_was_stopped_while_it_waited(opene
     assert first.versions == [2, 2]
 
 
-def test_reading_a_parameter_waits_for_its_writer(opened, monkeypatch):
-    monkeypatch.setattr("maniple.center.shared.LOCK_TIMEOUT_S", 0.05)
-    first, second = opened(some(), 0), opened(some(), 1)
+def test_reading_a_parameter_waits_for_its_writer_unless_that_is_stopped(opened, monkeypatch):
+    first, second = opened(some(1), 0), opened(some(), 1)
     assert second._locks.take(1)
+    calls: list[float] = []
+    release = threading.Timer(0.05, lambda: (second.array(1).fill(2), second._locks.give(1)))
+    release.start()
+    assert (first.read(1, lambda: calls.append(first.array(1)[0])) == 2).all()
+    release.join()
+    assert calls == [2.0]
+    monkeypatch.setattr("maniple.center.shared.STUCK_S", 0.05)
+    assert second._locks.take(1)
+    second.begin_write(1)
+    second.array(1)[0] = 3  # and is stopped here
+    assert first.read(1).tolist() == [3, 2, 2]
     with pytest.raises(WaitedTooLong, match="'b'"):
-        first.read(1)
-    second._locks.give(1)
-    assert first.read(1).shape == (3,)
+        monkeypatch.setattr("maniple.center.shared.LOCK_TIMEOUT_S", 0.05)
+        first.push(adapt(some()))  # a write as a whole needs the lock
+
+
+def test_copy_of_a_stuck_chunk_is_made_again_if_its_holder_goes_on_meanwhile(opened, monkeypatch):
+    monkeypatch.setattr("maniple.center.shared.STUCK_S", 0.02)
+    first, second = opened(some(1), 0), opened(some(), 1)
+    assert second._locks.take(1)
+    second.begin_write(1)
+    calls: list[bool] = []
+
+    def copy() -> np.ndarray:
+        calls.append(first._locks.is_taken(1))
+        value = first.array(1).copy()
+        if len(calls) == 1:  # it wakes up now
+            second.array(1)[:] = 5
+            second.end_write(1)
+            second._locks.give(1)
+        return value
+
+    assert first.read_locked(1, copy).tolist() == [5, 5, 5]
+    assert calls == [True, False]
+
+
+def test_only_the_first_waits_for_a_lock_whose_holder_is_stopped(opened):
+    params = some()
+    first, second, third = opened(params, 0), opened(some(), 1), opened(some(), 2)
+    assert third._locks.take(0)
+    time = SimulatedClock()
+    with clock.replaced(time):
+        assert exchange(first, params, EASGD(0.5)).locked == ["w"]
+        waited = time.now
+        assert 0.5 < waited < 0.6
+        for _ in range(3):
+            assert exchange(first, params, EASGD(0.5)).locked == ["w"]
+            assert exchange(second, params, EASGD(0.5)).locked == ["w"]
+            assert second.pull(adapt(some())).torn == []  # it has not begun to write
+        assert time.now == waited
+        third._locks.give(0)
+        assert exchange(first, params, EASGD(0.5)).locked == []
+        assert third._locks.take(0)
+        assert exchange(second, params, EASGD(0.5)).locked == ["w"]
+        assert time.now > waited + 0.5  # it may have been another holder: it is waited for again
 
 
 def test_without_locks_nobody_waits(opened, monkeypatch):
@@ -306,7 +356,7 @@ from maniple.center.snapshot import write_snapshot
 from maniple.contracts import ExchangeInfo
 
 class Holding(Rule):
-    def exchange(self, x, c, memory, moment):
+    def exchange(self, x, c, state, moment):
         c[:1] = 77.0
         print("holding", flush=True)
         time.sleep(60)
@@ -379,8 +429,8 @@ def test_worker_killed_in_the_middle_of_a_parameter_frees_it_and_is_noticed(segm
 def test_downpour_counts_every_change_through_another_s_view(opened):
     params = some()
     center, host = opened(params, 0), opened(some(), 1)
-    memory = [np.zeros(6), np.zeros(3)]
+    state = [{"center": np.zeros(6)}, {"center": np.zeros(3)}]
     for _ in range(5):
         params["w"] += 1
-        center.exchange(adapt(params), Downpour(), memory, ExchangeInfo())
+        center.exchange(adapt(params), Downpour(), state, ExchangeInfo())
     assert (host.read(0) == 5).all()

@@ -230,7 +230,7 @@ def test_snapshot_while_others_exchange_has_each_parameter_whole(tmp_path, segme
     class Stepwise(Rule):
         """Writes one half, lets others run, then writes the other half."""
 
-        def exchange(self, x, c, memory, moment):
+        def exchange(self, x, c, state, moment):
             c[:2500] += 1
             time.sleep(0)
             c[2500:] += 1

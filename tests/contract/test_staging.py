@@ -133,7 +133,9 @@ def test_local_worker_finishes_what_a_killed_host_has_begun_before_it_adds_its_o
         assert dies(commit, segment, writes)
         params = {"v": np.zeros(3), "w": np.ones(COUNT) + 2}
         local, _ = SharedCenter.open_or_create(segment, "center-0", adapt(params), rank=1)
-        outcome = local.exchange(adapt(params), Downpour(), [np.zeros(3), np.ones(COUNT)], ExchangeInfo())
+        outcome = local.exchange(
+            adapt(params), Downpour(), [{"center": np.zeros(3)}, {"center": np.ones(COUNT)}], ExchangeInfo()
+        )
         local.close()
         assert outcome.torn == []
         value, word = state(segment)

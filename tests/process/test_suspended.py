@@ -80,3 +80,49 @@ def test_workers_in_step_that_were_all_stopped_go_on(start, tmp_path):
     await_(lambda: run.process.poll() is not None or [r for r in run.events(0, "log") if r["timestamp"] > then])
     (tmp_path / "stop").touch()
     assert run.wait() == 0, run.output
+
+
+STOPS_INSIDE = """
+    import os, pathlib, signal, time, numpy as np, maniple
+
+    class StopsInside(maniple.Downpour):
+        def exchange(self, x, c, state, moment):
+            if worker.rank == 1 and pathlib.Path("inside").exists() and x.size > 1000:
+                pathlib.Path("inside").unlink()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super().exchange(x, c, state, moment)
+
+    worker = maniple.join(own_data=True)
+    params = {f"p{i}": np.zeros(300_000) for i in range(3)}
+    replica = worker.share(params, rule=StopsInside(), pace=maniple.Every(1))
+    while not pathlib.Path("stop").exists():
+        for value in params.values():
+            value += 1
+        replica.step()
+        time.sleep(0.005)
+    worker.log(steps=replica.steps)
+    worker.leave()
+"""
+
+
+def test_a_worker_that_is_stopped_inside_an_exchange_holds_nobody_up_and_loses_nothing(start, tmp_path, without_numba):
+    run = start(STOPS_INSIDE, "-n", "3", "--snapshot-every", "0")
+    for rank in range(3):
+        run.await_event(rank, "exchange")
+    pid = run.pid(1)
+    (tmp_path / "inside").touch()
+    await_(lambda: not (tmp_path / "inside").exists())
+    then = time.time()
+    for rank in (0, 2):  # not the first ones, which may have waited
+        await_(lambda rank=rank: len([row for row in exchanges_after(run, rank, then) if "locked" in row]) > 20)
+    assert run.process.poll() is None
+    os.kill(pid, signal.SIGCONT)
+    then = time.time()
+    for rank in range(3):
+        await_(lambda rank=rank: [row for row in exchanges_after(run, rank, then) if "locked" not in row])
+    (tmp_path / "stop").touch()
+    assert run.wait() == 0, run.output
+    assert "could not be exchanged: a worker that is stopped" in run.output + run.log(0)
+    steps = sum(run.events(rank, "log")[-1]["steps"] for rank in range(3))
+    for value in run.center.values():
+        assert (value == steps).all()

@@ -234,7 +234,7 @@ def test_rule_of_one_s_own_makes_no_temporaries_of_the_model_s_size():
     x, c, memory = (np.ones(10_000_000, "float32") for _ in range(3))
     tracemalloc.start()
     try:
-        blocks.mixed(x, c, memory, lambda x, c, m: ((x + c) / 2, (x + m) / 2))
+        blocks.mixed(x, c, {"m": memory}, lambda x, c, state: ((x + c) / 2, (x + state["m"]) / 2))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

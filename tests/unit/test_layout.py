@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maniple.contracts import Entry
+from maniple.contracts import NO_STATE, Entry, StateNames
 from maniple.errors import InvalidArgument, LayoutMismatch
-from maniple.layout import Layout
+from maniple.layout import Layout, RuleState, check_state_names
 
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32", "float64"])
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -174,3 +174,59 @@ def test_rounding_a_chunk_changes_only_what_replicas_keep_in_half_precision():
     value = np.full(4, 1 + 2**-20, "float32")
     layout.round_chunk(0, value)
     assert value.tolist() == [1 + 2**-20] * 2 + [1.0] * 2
+
+
+def state_layout() -> Layout:
+    entries = [Entry("w", (2, 3), "float32"), Entry("h", (5,), "float16"), Entry("s", (), "float64")]
+    return Layout(entries, chunk_bytes=16, state=StateNames(("momentum", "slow"), ("count",)))
+
+
+def test_state_of_a_rule_has_a_place_for_each_chunk_and_each_entry():
+    layout = state_layout()
+    state = RuleState.zeros(layout, layout.state)
+    for number, (chunk, its) in enumerate(zip(layout.chunks, state.chunks, strict=True)):
+        assert its["momentum"].shape == (chunk.size,) and its["count"].shape == (1,)
+        its["slow"][:], its["count"][0] = number, number
+    assert [its["slow"].size for its in state.entries] == [6, 5, 1]
+    np.testing.assert_array_equal(state.scalars["count"], range(len(layout.chunks)))
+    other = RuleState.zeros(layout, layout.state)
+    other.load(state.arrays())
+    for name, value in state.arrays().items():
+        np.testing.assert_array_equal(other.arrays()[name], value)
+    with pytest.raises(InvalidArgument, match="'momentum/float32' of the rule is missing, where 11 numbers are needed"):
+        other.load({})
+
+
+def test_record_of_a_chunk_holds_its_value_and_its_state():
+    layout = state_layout()
+    for k, chunk in enumerate(layout.chunks):
+        value = np.arange(chunk.size).astype(chunk.dtype)
+        its = {"count": np.array([7.0]), "slow": 3 * value, "momentum": 2 * value}
+        record = layout.join_record(value, its)
+        assert record.nbytes == layout.record_bytes(k)
+        found, state = layout.split_record(k, record)
+        np.testing.assert_array_equal(found, value)
+        assert list(state) == ["momentum", "slow", "count"]
+        for name in state:
+            np.testing.assert_array_equal(state[name], its[name])
+
+
+def test_table_carries_the_state_of_the_rule():
+    layout = state_layout()
+    again = Layout.from_table(layout.table)
+    assert again.state == layout.state and again.digest == layout.digest
+    plain = Layout(layout.entries)
+    assert plain.digest != layout.digest and Layout.from_table(plain.table).state == NO_STATE
+    with pytest.raises(
+        LayoutMismatch, match="keeps nothing at the center, but the center has 'momentum', 'slow', 'coun"
+    ):
+        plain.require(layout, "the center")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a", "a"), "used twice"), (("a/b",), "not made of"), (("x" * 65,), "not made of"), (("",), "not")],
+)
+def test_names_of_state_are_checked(names, said):
+    with pytest.raises(InvalidArgument, match=said):
+        check_state_names(StateNames(names[:1]), StateNames((), names[1:]))

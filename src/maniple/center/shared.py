@@ -3,27 +3,38 @@
 Each chunk has a lock, one byte of the file, and a version. A worker that is killed during a write leaves each element
 old or new, the lock free and the version odd; the next holder of the lock reports the chunk's parameters as torn.
 What a killed host has begun for a remote worker is completed instead (`staging`).
+
+A worker that is stopped during a write keeps the lock, since it would continue writing when it wakes up. The chunk is
+then stuck: exchanges leave it out, and readers copy it without the lock. Its contributions are not lost, as they stay
+in the difference between replica and center. The first process that waits for the lock in vain marks the chunk, so
+that the others need not wait, and the next holder removes the mark.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.staging import existing_files, finish_pending
 from maniple.clock import Deadline
-from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
 from maniple.errors import LayoutMismatch
 from maniple.layout import CHUNK_BYTES, Chunk, Layout
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import CenterFile, Segment
 
+T = TypeVar("T")
 _CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
 ARRAY_FILE = "array-"  # prefix of the file of a named array
 LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
+STUCK_S = (
+    0.5  # the wait for a lock before its chunk is left out: longer than a busy machine keeps a holder from its core
+)
 
 
 def chunk_bytes(name: str) -> int:
@@ -39,7 +50,11 @@ class SharedCenter:
         self._segment, self._rank, self._lock = segment, rank, lock
         self._memory = memory = CenterFile(path)
         self.name, self.note, self.layout = path.name, memory.note, memory.layout
+        self.is_array = self.name.startswith(ARRAY_FILE)
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
+        self._stuck = memory.stuck  # version + 1 of chunks that are stuck
+        self.state = memory.state
+        self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
         self._size_bytes = self.layout.size_bytes
         self._is_half = [self.layout.has_half(k) for k in range(len(self._arrays))]
@@ -56,13 +71,16 @@ class SharedCenter:
         rank: int,
         lock: bool = True,
         note: str = "",
+        state: StateNames = NO_STATE,
         timeout_s: float = LOCK_TIMEOUT_S,
     ) -> tuple["SharedCenter", bool]:
         """Open the center `name`, or create it from `model`; return it and whether it was created.
 
-        The creator's `note` is stored. Concurrent creators wait for the first; one that dies is replaced by the next.
+        The creator's `note` is stored. `state` names what the rule keeps at the center, of zeros at first. Concurrent
+        creators wait for the first; one that dies is replaced by the next.
         """
-        layout, path = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name)), segment.path / name
+        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name), state=state)
+        path = segment.path / name
         with (
             closing(ByteLocks(path)) as locks,
             locks.hold(_CREATE, timeout_s=timeout_s, what="the creator of the center"),
@@ -89,45 +107,67 @@ class SharedCenter:
         return self._segment.live
 
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center."""
+        own_scalars = state is not None and any(value.size == 1 for value in state[0].values())
+        at_center = self.state.chunks
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
             moment.staleness = max(0, self._versions[k] - self._seen[k]) // 2
-            refused: list[Array] = []
-            # Rounding needs the chunk as a whole; else its pieces are exchanged where they are.
-            pieces = [(slice(0, None), chunks.array(k))] if self._is_half[k] else chunks.pieces(k)
-            for where, x in pieces:
-                past = None if memory is None else memory[k][where]
-                if (found := rule.exchange(x, c[where], past, moment)) is not None:
-                    refused.append(where.start + found)
+            kept = at_center[k] if state is None else state[k] if not at_center[k] else at_center[k] | state[k]
+            # Rounding and scalars need the chunk as a whole; else its pieces are exchanged where they are.
+            if self._is_half[k] or self._has_scalars or own_scalars:
+                x = chunks.array(k)
+                found = rule.exchange(x, c, kept, moment)
                 if self._is_half[k]:
-                    round_replica(self.layout, k, x, rule, past)
+                    round_replica(self.layout, k, x, rule, kept if state is not None else None)
+                return found
+            refused: list[Array] = []
+            for where, x in chunks.pieces(k):
+                part = {name: value[where] for name, value in kept.items()} if kept else kept
+                if (found := rule.exchange(x, c[where], part, moment)) is not None:
+                    refused.append(where.start + found)
             return np.concatenate(refused) if refused else None
 
-        return self._for_each(model, apply, ways=2)
+        return self._for_each(model, apply, ways=2, stuck_s=LOCK_TIMEOUT_S if moment.is_last else STUCK_S)
 
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome:
         """Set `model` to the center; `on_value` receives each chunk's value, under its lock.
 
-        With `peek`, staleness is still measured from the last exchange or pull before.
+        Stuck chunks are read without it, and reported as torn. With `peek`, staleness is still measured from the last
+        exchange or pull before.
         """
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> None:
             x = chunks.array(k)
             x[:] = c
+            if state_copy is not None:
+                for name, value in self.state.chunks[k].items():
+                    state_copy[k][name][:] = value
             if self._is_half[k]:
                 self.layout.round_chunk(k, x)
             if on_value is not None:
                 on_value(k, x)
 
-        return self._for_each(model, apply, writes=False, peek=peek)
+        return self._for_each(model, apply, writes=False, peek=peek, stuck_s=STUCK_S)
 
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite; `on_value` as in `pull`."""
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
+            if state_copy is not None:
+                for name, value in self.state.chunks[k].items():
+                    value[:] = state_copy[k][name]
             x, refused = chunks.array(k), None
             if not np.isfinite(x).all():
                 refused = np.flatnonzero(~np.isfinite(x))
@@ -147,10 +187,12 @@ class SharedCenter:
         writes: bool = True,
         ways: int = 1,
         peek: bool = False,
+        stuck_s: float = math.inf,
     ) -> Outcome:
         """Call `apply(k, the replica's chunks, the center's chunk)` for each chunk, under its lock.
 
-        It returns the positions of refused elements. Chunks that others hold are deferred.
+        It returns the positions of refused elements. Chunks that others hold are deferred; after `stuck_s`, a write
+        leaves them out and a read needs no lock. Without `stuck_s`, WaitedTooLong is raised.
         """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
         is_locking, try_lock, unlock = self._lock, self._locks.take, self._locks.give
@@ -162,12 +204,22 @@ class SharedCenter:
             while waiting:
                 k = waiting.popleft()
                 if is_locking and not try_lock(k):
+                    if stuck_s == STUCK_S and self._stuck[k] == self._versions[k] + 1:
+                        self._pass_over(k, chunks, apply, outcome, writes=writes)
+                        continue
                     waiting.append(k)
                     busy += 1
                     if busy >= len(waiting):
-                        deadline = deadline or Deadline(LOCK_TIMEOUT_S)
-                        deadline.wait(self.describe_lock(k))
+                        deadline = deadline or Deadline(min(stuck_s, LOCK_TIMEOUT_S))
                         busy = 0
+                        if stuck_s == math.inf:
+                            deadline.wait(self.describe_lock(k))
+                        elif deadline.is_over():
+                            for k in waiting:
+                                self._pass_over(k, chunks, apply, outcome, writes=writes)
+                            break
+                        else:
+                            deadline.pause()
                     continue
                 try:
                     self._visit(k, chunks, apply, outcome, writes=writes, peek=peek)
@@ -178,7 +230,7 @@ class SharedCenter:
         finally:
             chunks.end()
         outcome.staleness /= len(self._seen)
-        return outcome.with_unique_names() if outcome.refused or outcome.torn else outcome
+        return outcome.with_unique_names() if outcome.refused or outcome.torn or outcome.locked else outcome
 
     def _visit(
         self,
@@ -193,6 +245,8 @@ class SharedCenter:
         """Call `apply` for chunk k, whose lock is held, and update its version."""
         versions, seen = self._versions, self._seen
         self._holders[k] = self._rank + 1
+        if self._stuck[k]:
+            self._stuck[k] = 0
         version = versions[k]
         if version & 1 and self._lock and self._finish_pending(k):
             version = versions[k]
@@ -212,6 +266,25 @@ class SharedCenter:
         if not peek:
             seen[k] = version
         chunks.commit(k)
+
+    def _pass_over(
+        self,
+        k: int,
+        chunks: ChunkedModel,
+        apply: Callable[[int, ChunkedModel, Array], Array | None],
+        outcome: Outcome,
+        *,
+        writes: bool,
+    ) -> None:
+        """Leave out chunk k, which is stuck; only read it, without its lock."""
+        self._stuck[k] = self._versions[k] + 1
+        if writes:
+            outcome.locked += self.layout.names_in(k)
+            return
+        apply(k, chunks, self._arrays[k])
+        chunks.commit(k)
+        if self._versions[k] & 1:
+            outcome.torn += self.layout.names_in(k)
 
     def release(self) -> None:
         """Unmap the pages from this process. They stay in shared memory and are mapped again on access."""
@@ -238,9 +311,18 @@ class SharedCenter:
         """Lock chunk k if it is free, and complete what a killed host has begun on it."""
         if not self._locks.take(k):
             return False
-        self._holders[k] = self._rank + 1
+        self._holders[k], self._stuck[k] = self._rank + 1, 0
         self._finish_pending(k)
         return True
+
+    def is_stuck(self, k: int, deadline: Deadline) -> bool:
+        """Whether this process or another has waited in vain for the lock of chunk k; `deadline` limits the wait."""
+        if self._stuck[k] == self._versions[k] + 1:
+            return True
+        if deadline.is_over():
+            self._stuck[k] = self._versions[k] + 1
+            return True
+        return False
 
     def unlock(self, k: int) -> None:
         """Unlock chunk k."""
@@ -257,14 +339,43 @@ class SharedCenter:
         """Chunk k itself, in shared memory. The caller holds its lock."""
         return self._arrays[k]
 
-    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
-        """Return a copy of chunk k; `under_lock` is called while the lock is held."""
+    def record(self, k: int) -> list[Array]:
+        """Chunk k and the rule's state of it, in shared memory. The caller holds its lock."""
+        return [self._arrays[k], *self.state.chunks[k].values()]
+
+    def read(self, k: int, under_lock: Callable[[], None] = lambda: None) -> Array:
+        """Return a copy of chunk k; `under_lock` is called while the lock is held, and perhaps more than once."""
         value = np.empty_like(self._arrays[k])
-        with self.locked(k):
+
+        def copy() -> None:
             value[:] = self._arrays[k]
-            if under_lock is not None:
-                under_lock()
+            under_lock()
+
+        self.read_locked(k, copy)
         return value
+
+    def read_locked(self, k: int, copy: Callable[[], T]) -> T:
+        """Return `copy()`, called while nobody changes chunk k except for a worker that is stopped in a write.
+
+        That one may wake up meanwhile, and others write the chunk after it: then it is called again under the lock.
+        Named arrays are never read without their lock.
+        """
+        if self.is_array:
+            with self.locked(k):
+                return copy()
+        deadline = Deadline(STUCK_S)
+        while not self.try_lock(k):
+            if not self.is_stuck(k, deadline):
+                deadline.pause()
+                continue
+            version, copied = self._versions[k], copy()
+            if self._locks.is_taken(k) and self._versions[k] == version:
+                return copied
+            deadline = Deadline(STUCK_S)
+        try:
+            return copy()
+        finally:
+            self.unlock(k)
 
     def is_torn(self, k: int) -> bool:
         """Whether a local worker died while it wrote chunk k, and it has not been written since."""
@@ -305,12 +416,12 @@ def visiting_order(count: int, rank: int, live: int) -> list[int]:
     return [*range(start, count), *range(start)]
 
 
-def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, memory: Array | None) -> None:
-    """Round a replica's new value `x` of chunk k where the replica holds half precision."""
+def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, state: State | None) -> None:
+    """Round a replica's new value `x` of chunk k where the replica holds half precision; `state` is the worker's."""
     if layout.has_half(k):
         layout.round_chunk(k, x)
-        if memory is not None:
-            rule.rounded(x, memory)
+        if state is not None:
+            rule.rounded(x, state)
 
 
 def finite_parts(chunk: Chunk, x: Array, c: Array) -> Array:

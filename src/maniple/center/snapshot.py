@@ -1,6 +1,8 @@
 """Snapshots: all centers and named arrays of a run, in a folder that appears complete or not at all.
 
     center/snapshot-000007/center-0.safetensors    the parameters of the first `share()`
+                           center-0.state.safetensors  what its rule keeps at the center, if anything: each vector
+                                                   flat by dtype, and each scalar as one number per chunk
                            arrays.safetensors      the named arrays, if there are any
                            manifest.json           lineage, counters, layout, rule, digests
     center/center-0.safetensors -> snapshot-000007/center-0.safetensors
@@ -45,6 +47,7 @@ assert sys.byteorder == "little", "values are sent and saved in the byte order o
 HDF5 = (".h5", ".hdf5")
 _NAME = re.compile(r"snapshot-(\d{6,})")
 _MANIFEST = "manifest.json"
+_STATE_SUFFIX = ".state.safetensors"
 _HDF5_NAME = "name"  # attribute with the array's name, where it cannot be the path of the dataset
 _DTYPES = {
     "float32": "F32",
@@ -92,7 +95,7 @@ class ClosedArray:
         self._segment, self._path = segment, path
         self.name, self.note, self.layout, self.versions = center.name, center.note, center.layout, center.versions
 
-    def read(self, k: int, under_lock: Callable[[], None] | None = None) -> Array:
+    def read(self, k: int, under_lock: Callable[[], None] = lambda: None) -> Array:
         """Return a copy of its value, as `SharedCenter.read` does."""
         center = SharedCenter.open(self._segment, self._path)
         assert center is not None  # it existed, and arrays are never removed
@@ -297,7 +300,7 @@ def _read_manifest(path: Path) -> Manifest:
 def restore(segment: Segment, path: Path, manifest: Manifest) -> None:
     """Create the centers of a checked snapshot in `segment`."""
     layouts = [Layout.from_table(saved.table.encode()) for saved in manifest.centers]
-    for file in manifest.files:
+    for file in dict.fromkeys(saved.file for saved in manifest.centers):
         group = [i for i, saved in enumerate(manifest.centers) if saved.file == file]
         entries = [entry for i in group for entry in layouts[i].entries]
         dtypes = [dtype for i in group for dtype, _, _ in layouts[i].places]
@@ -305,9 +308,12 @@ def restore(segment: Segment, path: Path, manifest: Manifest) -> None:
         for i in group:
             saved = manifest.centers[i]
             model = GivenValues(layouts[i].entries, lambda _, values=values: next(values))
-            center, _ = SharedCenter.open_or_create(segment, saved.name, model, rank=-1, note=saved.note)
-            center.restore_versions(saved.versions)
-            center.close()
+            state = layouts[i].state
+            center, _ = SharedCenter.open_or_create(segment, saved.name, model, rank=-1, note=saved.note, state=state)
+            with closing(center):
+                if any(state):
+                    _restore_state(center, (path / file).with_suffix(_STATE_SUFFIX))
+                center.restore_versions(saved.versions)
 
 
 class _Progress:
@@ -318,10 +324,18 @@ class _Progress:
         self._first: Array | None = None
         self._copies: list[tuple[str, int, dict[str, int]]] = []  # center, chunk, numbers that differ from _first
 
-    def read(self, center: Readable, k: int) -> Array:
-        """Copy chunk k, and the applied numbers under its lock."""
+    def read(self, center: Readable, k: int, state: "_StateFile | None" = None) -> Array:
+        """Copy chunk k, and the applied numbers and the rule's state of it under its lock."""
         seen: list[Array] = []
-        value = center.read(k, lambda: seen.append(self._table.rows()))
+
+        def under_lock() -> None:
+            seen.append(self._table.rows())
+            if state is not None:
+                state.copy(k)
+
+        value = center.read(k, under_lock)
+        if state is not None:
+            state.write(k)
         (rows,) = seen
         if self._first is None:
             self._first = rows
@@ -348,9 +362,16 @@ class _Progress:
 def _write_group(progress: _Progress, centers: list[Readable], path: Path, manifest: Manifest) -> None:
     entries = [entry for center in centers for entry in center.layout.entries]
     dtypes = [dtype for center in centers for dtype, _, _ in center.layout.places]
-    readers = entry_readers(centers, progress.read)
+    states = {
+        center.name: _StateFile(path.with_suffix(_STATE_SUFFIX), center)
+        for center in centers
+        if isinstance(center, SharedCenter) and any(center.layout.state)
+    }
+    readers = entry_readers(centers, lambda center, k: progress.read(center, k, states.get(center.name)))
     digest = write_tensors(path, entries, dtypes, lambda i: readers[i]())
     manifest.files[path.name] = (path.stat().st_size, digest)
+    for state in states.values():
+        manifest.files[state.path.name] = state.close()
     for center in centers:
         versions = center.versions
         layout = center.layout
@@ -360,11 +381,59 @@ def _write_group(progress: _Progress, centers: list[Readable], path: Path, manif
         )
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], read: Read) -> str:
-    """Write `read(i)` for each entry to the safetensors file `path`, and sync it; return its SHA-256.
+class _StateFile:
+    """The state that a rule keeps at one center, written chunk by chunk while the parameters are written.
 
-    Complex numbers are written as pairs of real numbers, in a last axis of size 2.
+    The values of a chunk are copied under the same lock as its parameters, so that they belong together.
     """
+
+    def __init__(self, path: Path, center: SharedCenter) -> None:
+        self.path, self._center, self._copy = path, center, dict[str, Array]()
+        arrays = center.state.arrays()
+        entries = [Entry(name, value.shape, str(value.dtype)) for name, value in arrays.items()]
+        header = _header(entries, [entry.dtype for entry in entries])
+        ends = np.cumsum([value.nbytes for value in arrays.values()])
+        begins = [len(header) + int(end) - value.nbytes for end, value in zip(ends, arrays.values(), strict=True)]
+        self._begins = dict(zip(arrays, begins, strict=True))
+        self._file = path.open("wb")
+        self._file.write(header)
+
+    def copy(self, k: int) -> None:
+        """Copy the state of chunk k, whose lock is held."""
+        self._copy = {name: value.copy() for name, value in self._center.state.chunks[k].items()}
+
+    def write(self, k: int) -> None:
+        """Write the copy to its place."""
+        chunk = self._center.layout.chunks[k]
+        for name, value in self._copy.items():
+            is_vector = name in self._center.layout.state.vectors
+            begin = self._begins[f"{name}/{chunk.dtype}" if is_vector else name]
+            self._file.seek(begin + (chunk.start if is_vector else k) * value.itemsize)
+            self._file.write(value.view(np.uint8).data)
+
+    def close(self) -> tuple[int, str]:
+        """Sync the file; return its size and SHA-256."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        with self.path.open("rb") as written:
+            return self.path.stat().st_size, hashlib.file_digest(written, "sha256").hexdigest()
+
+
+def _restore_state(center: SharedCenter, path: Path) -> None:
+    """Set the rule's state of a new center to that in a checked snapshot."""
+    arrays = read_arrays(path)
+    for name, values in center.state.scalars.items():
+        if len(arrays[name]) != len(values):  # of a maniple that cut other chunks
+            raise InvalidArgument(
+                f"{path} has {len(arrays[name])} numbers {name!r}, one per chunk, and this version of maniple makes "
+                f"{len(values)} chunks. Continue the run with the version that it was started with."
+            )
+    center.state.load(arrays)
+
+
+def _header(entries: Sequence[Entry], dtypes: Sequence[str]) -> bytes:
+    """The first bytes of a safetensors file with these arrays."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry, dtype in zip(entries, dtypes, strict=True):
@@ -375,6 +444,14 @@ def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], r
         header[entry.name] = {"dtype": _DTYPES[real], "shape": shape, "data_offsets": [start, end]}
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], read: Read) -> str:
+    """Write `read(i)` for each entry to the safetensors file `path`, and sync it; return its SHA-256.
+
+    Complex numbers are written as pairs of real numbers, in a last axis of size 2.
+    """
     digest = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -382,7 +459,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], dtypes: Sequence[str], r
             digest.update(data)
             file.write(data)
 
-        write(len(text).to_bytes(8, "little") + text)
+        write(_header(entries, dtypes))
         for i in range(len(entries)):
             write(np.ascontiguousarray(read(i)).reshape(-1).view(np.uint8).data)
         file.flush()

@@ -175,6 +175,7 @@ class Intent(msgspec.Struct, array_like=True):
     applied: int  # the worker's applied number once it is complete
     count: int  # elements
     is_sparse: bool = False  # single elements, given by their positions
+    with_state: bool = False  # the value is a record: the chunk and the rule's state of it
 
 
 class StagingFile:
@@ -229,6 +230,12 @@ class StagingFile:
         self._end(center, intent)
         return is_clean
 
+    def commit_record(self, center: "SharedCenter", intent: Intent, value: Array) -> None:
+        """Replace a chunk, whose lock is held, and the rule's state of it by `value`, which lies in reserved memory."""
+        self._begin(center, intent)
+        self._replace_record(center, intent, value)
+        self._end(center, intent)
+
     def commit_at(self, center: "SharedCenter", intent: Intent, positions: Array, values: Array) -> bool:
         """Blend `values` into the elements at `positions`; several values for one element add up.
 
@@ -262,7 +269,9 @@ class StagingFile:
         if intent is None or (intent.center, intent.chunk) != (center.name, k):
             return False
         array = center.array(k)
-        if not intent.is_sparse:
+        if intent.with_state:
+            self._replace_record(center, intent, self.reserve(center.layout.record_bytes(k)))
+        elif not intent.is_sparse:
             self._apply(array, self.reserve(array.nbytes).view(array.dtype), intent, blocks.NOTHING)
         elif not self._head[_PROGRESS]:
             positions, new = self._reserve_elements(intent, array.dtype)
@@ -304,6 +313,12 @@ class StagingFile:
         staged = kernels().staged if array.dtype.kind == "f" else blocks.staged
         operation = {"elastic": blocks.ELASTIC, "blend": blocks.BLEND}.get(intent.operation, blocks.REPLACE)
         return staged(value, array, block, self._progress, operation=operation, a=intent.a, b=intent.b, answer=answer)
+
+    def _replace_record(self, center: "SharedCenter", intent: Intent, value: Array) -> None:
+        """Write the record as a whole. Doing it again does no harm, so it has no progress."""
+        new, state = center.layout.split_record(intent.chunk, value)
+        for target, part in zip(center.record(intent.chunk), (new, *state.values()), strict=True):
+            target[:] = part
 
     def _end(self, center: "SharedCenter", intent: Intent) -> None:
         self._numbers[self._row] = intent.applied

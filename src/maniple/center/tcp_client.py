@@ -14,11 +14,11 @@ import numpy as np
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
-from maniple.center.shared import chunk_bytes, visiting_order
-from maniple.clock import Deadline
+from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, visiting_order
+from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
-from maniple.contracts import Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome
+from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
 from maniple.errors import BadFrame, HostAway, ManipleError, WaitedTooLong
 from maniple.layout import Layout
 from maniple.wire.frames import Stream
@@ -42,6 +42,7 @@ _SMALL_BYTES = 1 << 16  # values up to this size, and _FEW headers, fit into soc
 _FEW = 256
 _WINDOW = 256  # pulls sent ahead: enough to hide the latency, few enough that their headers fit into the buffers
 _MAX_TABLE_BYTES = 64 << 20
+_LOCKED_RETRY_S = 0.1  # between two tries of chunks whose lock the host could not take
 
 
 class TcpCenter:
@@ -78,11 +79,15 @@ class TcpCenter:
         rank: int = 0,
         wire: str = "float32",
         note: str = "",
+        state: StateNames = NO_STATE,
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
     ) -> tuple["TcpCenter", bool]:
-        """Open the center `name` at the host, or create it from `model`; return it and whether it was created."""
-        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)))
+        """Open the center `name` at the host, or create it from `model`; return it and whether it was created.
+
+        `state` names what the rule keeps at the center, of zeros at first.
+        """
+        layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)), state=state)
         center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
         return center, retry_until(link, lambda: center._open(model, note), deadline_s)
 
@@ -113,7 +118,7 @@ class TcpCenter:
         return self._last_live if self._live is None else self._live()
 
     def exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center.
 
@@ -121,41 +126,61 @@ class TcpCenter:
             HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
         """
         with self.link.exchanging():
-            return self._exchange(model, rule, memory, moment)
+            return self._exchange(model, rule, state, moment)
 
     def _exchange(
-        self, model: FlatModel, rule: Exchanger, memory: Sequence[Array] | None, moment: ExchangeInfo
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
     ) -> Outcome:
-        bytes_before = self.link.wire_bytes
+        bytes_before, locked_s = self.link.wire_bytes, LOCK_TIMEOUT_S if moment.is_last else 0.0
         self.link.stream()  # raises HostAway before anything is changed
         with self._passing(model) as chunks:
             operation = rule.operation(moment) if _host_can_apply(rule) else None
             if operation is None:
-                outcome = self._swap(Swap(self, chunks, rule, memory, moment))
+                outcome = self._swap(Swap(self, chunks, rule, state, moment), is_last=moment.is_last)
             elif operation.is_change:
-                assert memory is not None
+                assert state is not None
                 if self._sent is None:
                     self._sent = self.layout.chunk_views(self.layout.allocate())
-                outcome = self._run(SendChanges(self, chunks, operation, rule, memory=memory, sent=self._sent))
+                changes = SendChanges(self, chunks, operation, rule, state=state, sent=self._sent)
+                outcome = self._run(changes, locked_s=locked_s)
             else:
-                values = SendValues(self, chunks, operation, rule, memory)
-                outcome = self._run(values)
+                values = SendValues(self, chunks, operation, rule, state)
+                outcome = self._run(values, locked_s=locked_s)
                 self._replace_nonfinite(chunks, values.unknown)
         outcome.wire_bytes = self.link.wire_bytes - bytes_before
         return outcome.with_unique_names()
 
-    def push(self, model: FlatModel, on_value: OnValue | None = None) -> Outcome:
+    def push(
+        self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
+    ) -> Outcome:
         """Set the center to `model`, except for parameters that are not finite."""
 
         def push() -> Outcome:
             with self._passing(model) as chunks:
-                return self._run(Replace(self, chunks, on_value), ways=1).with_unique_names()
+                replace = Replace(self, chunks, on_value, state_copy)
+                outcome = self._run(replace, ways=1, locked_s=LOCK_TIMEOUT_S)
+                if outcome.locked:
+                    raise WaitedTooLong(
+                        f"waited {LOCK_TIMEOUT_S:g} s for the lock of parameter {outcome.locked[0]!r}. {STOPPED_HOLDER}"
+                    )
+                return outcome.with_unique_names()
 
         return retry_until(self.link, push, self._deadline_s)
 
-    def pull(self, model: FlatModel, on_value: OnValue | None = None, *, peek: bool = False) -> Outcome:
+    def pull(
+        self,
+        model: FlatModel,
+        on_value: OnValue | None = None,
+        *,
+        peek: bool = False,
+        state_copy: Sequence[State] | None = None,
+    ) -> Outcome:
         """Set `model` to the center; `on_value` receives each chunk's value."""
         stale: dict[int, int] = {}
+
+        def copy_state(k: int, state: State) -> None:
+            for name, value in state.items():
+                state_copy[k][name][:] = value  # pyright: ignore[reportOptionalSubscript]
 
         def pull() -> list[str]:
             # The caller discards what it peeks at, so that must not resolve anything.
@@ -172,27 +197,42 @@ class TcpCenter:
                         on_value(k, x)
                     chunks.commit(k)
 
-                return self.fetch(self._order(), update)
+                return self.fetch(self._order(), update, on_state=None if state_copy is None else copy_state)
 
         torn = retry_until(self.link, pull, self._deadline_s)
         staleness = sum(stale.values()) / len(self.seen)
         return Outcome(size_bytes=self._size_bytes, staleness=staleness, torn=torn).with_unique_names()
 
     def fetch(
-        self, wanted: Sequence[int], on_value: Callable[[int, Array, int], None], *, is_plain: bool = False
+        self,
+        wanted: Sequence[int],
+        on_value: Callable[[int, Array, int], None],
+        *,
+        is_plain: bool = False,
+        on_state: Callable[[int, State], None] | None = None,
     ) -> list[str]:
-        """Call `on_value(k, value, version)` for each wanted chunk; return the names of torn parameters."""
+        """Call `on_value(k, value, version)` for each wanted chunk; return the names of torn parameters.
+
+        `on_state` receives the rule's state of the chunk at the center before.
+        """
         stream, torn = self.link.stream(), list[str]()
+        is_plain = is_plain or on_state is not None
         for start in range(0, len(wanted), _WINDOW):
             window = wanted[start : start + _WINDOW]
             for k in window:
-                stream.send(PullChunk(self.name, k, self.feedback.codec(k, is_plain=is_plain).name))
+                codec = self.feedback.codec(k, is_plain=is_plain).name
+                stream.send(PullChunk(self.name, k, codec, with_state=on_state is not None))
             for k in window:
                 received, size = stream.receive()
                 message = check_reply(received, ChunkValue)
                 if message.chunk != k:
                     raise BadFrame(f"the value of chunk {k} was expected, and that of {message.chunk} came.")
-                on_value(k, self.feedback.receive(k, stream, size, is_plain=is_plain), message.version)
+                if on_state is None:
+                    value = self.feedback.receive(k, stream, size, is_plain=is_plain)
+                else:
+                    value, state = self.layout.split_record(k, self.feedback.receive_record(k, stream, size))
+                    on_state(k, state)
+                on_value(k, value, message.version)
                 if message.is_torn:
                     torn += self.layout.names_in(k)
         return torn
@@ -203,12 +243,16 @@ class TcpCenter:
     def close(self) -> None:
         """Do nothing: the link belongs to the worker."""
 
-    def _run(self, contribution: Contribution, *, ways: int = 2) -> Outcome:
-        """Contribute to all chunks. After a break, continue with those that were not applied."""
+    def _run(self, contribution: Contribution, *, ways: int = 2, locked_s: float = 0.0) -> Outcome:
+        """Contribute to all chunks. After a break, continue with those that were not applied.
+
+        Chunks whose lock the host cannot take are tried again for `locked_s`, and then left out.
+        """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
         waiting, deadline = self._order(), None  # since the first break without progress
+        locked, locked_deadline = list[int](), Deadline(locked_s, slice_s=BLOCKED_S)
         while waiting:
-            unapplied = self._run_once(contribution, waiting, outcome)
+            unapplied = self._run_once(contribution, waiting, outcome, locked)
             if len(unapplied) < len(waiting):
                 deadline = None
             elif deadline is None:
@@ -216,10 +260,17 @@ class TcpCenter:
             elif deadline.is_over():
                 raise HostAway(f"the connection to the host keeps breaking: {self.link.reason}")
             waiting = unapplied
+            if not waiting and locked and not locked_deadline.is_over():
+                clock.sleep(_LOCKED_RETRY_S)
+                waiting, locked = locked, []
+        for k in locked:
+            outcome.locked += self.layout.names_in(k)
         return outcome
 
-    def _run_once(self, contribution: Contribution, chunks: list[int], outcome: Outcome) -> list[int]:
-        """Contribute to some chunks; return those that a break left unapplied."""
+    def _run_once(
+        self, contribution: Contribution, chunks: list[int], outcome: Outcome, locked: list[int]
+    ) -> list[int]:
+        """Contribute to some chunks; return those that were not applied, and add those that are stuck to `locked`."""
         exchange = PendingExchange(self, chunks, contribution)
         self.link.unresolved.append(exchange.resolve)
         unapplied: list[int] = []
@@ -230,17 +281,22 @@ class TcpCenter:
             raise
         except OSError:
             unapplied = self._resolve(exchange.resolve)
+        finally:
+            locked += exchange.locked
+        unapplied = [*exchange.undone, *unapplied]
         self.link.unresolved.remove(exchange.resolve)
         self._last_live = outcome.live or self._last_live
         return unapplied
 
-    def _swap(self, swap: Swap) -> Outcome:
+    def _swap(self, swap: Swap, *, is_last: bool) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._size_bytes)
         for k in self._order():
             deadline = Deadline(_SWAP_S, slice_s=BLOCKED_S)
-            swap.is_done, torn = False, list[str]()
+            swap.is_done, torn, locked = False, list[str](), list[int]()
             while not swap.is_done:
                 if deadline.is_over():
+                    if locked:
+                        break
                     raise WaitedTooLong(
                         f"waited {_SWAP_S:g} s to swap {self.layout.names_in(k)[0]!r}, which other workers "
                         "keep writing. Exchange less often, or use a rule that the host applies (easgd, asgd, "
@@ -253,7 +309,15 @@ class TcpCenter:
                 except OSError as error:
                     self.link.drop(str(error))
                     continue
-                self._run_once(swap, [k], outcome)
+                locked.clear()
+                self._run_once(swap, [k], outcome, locked)
+                if locked and not is_last:
+                    break
+                if locked:
+                    clock.sleep(_LOCKED_RETRY_S)
+            if locked:
+                outcome.locked += self.layout.names_in(k)
+                continue
             outcome.torn += torn
             outcome.staleness += swap.staleness / len(self.layout.chunks)
             if k in swap.refused:
@@ -312,6 +376,8 @@ class PendingExchange:
     def __init__(self, center: TcpCenter, chunks: list[int], contribution: Contribution) -> None:
         self._center, self._chunks, self._contribution = center, chunks, contribution
         self._acknowledged = 0
+        self.undone: list[int] = []  # not applied, since the host could not take the lock of an earlier one
+        self.locked: list[int] = []  # not applied, since the host could not take its lock
         self._lost_replies: list[int] | None = None  # applied, but not acknowledged; None: not known yet
         self._unapplied: list[int] = []
         center.link.sequence += 1
@@ -374,6 +440,12 @@ class PendingExchange:
             reply = check_reply(received, ExchangeReply)
             if reply.item != item:
                 raise BadFrame(f"the reply to item {item} was expected, and that to item {reply.item} came.")
+            if not reply.is_done:
+                stream.receive_bytes(size, at_most=0)
+                self._contribution.on_undone(k)
+                (self.locked if reply.is_locked else self.undone).append(k)
+                self._acknowledged = item + 1
+                continue
             self._contribution.on_reply(k, reply, stream, size)
             self._acknowledged = item + 1
             outcome.staleness += reply.staleness / len(layout.chunks)

@@ -8,23 +8,21 @@ a worker may apply anything (`WorkerSessions`): what still arrives on an older o
 import contextlib
 import json
 import math
-import os
 import resource
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from maniple.center.arrays import ARRAY, GivenValues, array_names, center_file
-from maniple.center.shared import LOCK_TIMEOUT_S, SharedCenter, chunk_bytes, finite_parts
+from maniple.center.memory_quota import MemoryQuota
+from maniple.center.shared import LOCK_TIMEOUT_S, STUCK_S, SharedCenter, chunk_bytes, finite_parts
 from maniple.center.staging import MAX_ITEMS, ROWS, Intent, StagingFile, StagingFiles, applied_number
 from maniple.clock import Deadline
 from maniple.contracts import Array
-from maniple.errors import BadFrame, InvalidArgument, ManipleError, SharedMemoryFull, WaitedTooLong
+from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLong
 from maniple.layout import Layout
 from maniple.memory.locks import LockQueue
 from maniple.memory.segment import Segment, file_bytes
@@ -67,60 +65,6 @@ _MIN_ELEMENTS = 1 << 16  # may be requested at once even of a smaller array, sin
 _MAX_OPEN = 32  # centers that one connection keeps open
 _FILES_PER_CENTER = 2  # the locks and the mapping
 _OPEN_SHARE = 4  # all connections together may use 1/4 of this process's file descriptors for centers
-MAX_FILES = 100_000  # arrays, staging files, tables of leases and slots of feeds together
-_FREE_SHARE = 0.9  # of the memory that is free when the server starts: other programs need some
-_FRESH_S = 1.0  # how long a measured size is used; what was granted since then is added
-
-
-class MemoryQuota:
-    """Grants shared memory to remote workers and clients, up to `limit_bytes` (default: 90 % of what is free) and
-    `MAX_FILES` files.
-
-    Any client with the token may create arrays, and each connection needs room for values in flight. All of that lies
-    in the run's segment, so the size of that folder is the measure. It includes what local workers have created, and
-    is still known after the server process was killed.
-    """
-
-    def __init__(self, segment: Path, limit_bytes: int = 0) -> None:
-        self._segment = segment
-        self._lock = threading.Lock()
-        self._measure()
-        space = os.statvfs(segment)
-        self.limit_bytes = limit_bytes or self._bytes + int(_FREE_SHARE * space.f_bavail * space.f_frsize)
-
-    def take(self, size_bytes: int, *, files: int = 0) -> None:
-        """Grant memory for new files or for growing ones; SharedMemoryFull if that exceeds the quota."""
-        with self._lock:
-            is_over = self._bytes + size_bytes > self.limit_bytes or (files and self._files + files > MAX_FILES)
-            if is_over or time.monotonic() - self._measured > _FRESH_S:  # some may have been freed
-                self._measure()
-            if size_bytes and self._bytes + size_bytes > self.limit_bytes:
-                raise SharedMemoryFull(
-                    f"no room in {self._segment} for {size_bytes / 1e6:,.1f} MB more: the run holds "
-                    f"{self._bytes / 1e6:,.1f} MB of the {self.limit_bytes / 1e6:,.1f} MB that it may take for workers "
-                    "and clients elsewhere. Remove what fills it, or start the host with a larger --max-memory."
-                )
-            if files and self._files + files > MAX_FILES:
-                raise SharedMemoryFull(
-                    f"no more arrays can be created in {self._segment}: it has {self._files:,} files (limit "
-                    f"{MAX_FILES:,}). Put several values into one array, or close clients."
-                )
-            self._bytes += size_bytes
-            self._files += files
-
-    def _measure(self) -> None:
-        self._measured, self._bytes, self._files = time.monotonic(), *_size(self._segment)
-
-
-def _size(folder: Path) -> tuple[int, int]:
-    """Bytes and number of files in a folder and its subfolders. Files that are being removed may be missed."""
-    size = files = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += 512 * os.lstat(f"{where}/{name}").st_blocks
-                files += 1
-    return size, files
 
 
 class WorkerLeft(ConnectionError):
@@ -153,6 +97,7 @@ class CenterService:
         `recalled(worker)`: whether it knows that worker at all. `save` writes all values to a file of the run folder.
         """
         self._session, self._stream = session, session.stream
+        self._abandoned = 0  # the sequence of an exchange of which an item was not applied: nor are later ones
         self._segment, self._worker, self._rank = segment, worker, rank
         self._included, self._recalled, self._save = included, recalled, save
         self._files, self._quota = staging, quota
@@ -209,6 +154,9 @@ class CenterService:
         codec = _checked_codec(message.codec, array)
         if message.answer not in _ANSWERS:
             raise BadFrame(f"{message.answer!r} is not a kind of answer.")
+        if message.with_state:
+            self._exchange_record(message, size, center)
+            return
         _check_size(size, codec.size_bytes(array.size, array.itemsize))
         _check_operation(array, message.operation, message.a, message.b)
         self._finish_pending()
@@ -237,19 +185,74 @@ class CenterService:
             )
             return (reply,) if message.answer == "none" else (reply, _pack_in_place(codec, value))
 
-        self._stream.send(*self._with_lock(center, k, apply))
+        self._apply_or_abandon(message, center, apply)
+
+    def _apply_or_abandon(
+        self, message: ExchangeRequest, center: SharedCenter, apply: Callable[[], tuple[Any, ...]]
+    ) -> None:
+        """Call `apply` under the chunk's lock and send what it returns, unless the chunk is stuck.
+
+        Applied numbers count the items of an exchange without gaps, so the later ones are not applied either, and
+        the worker sends them again as another exchange.
+        """
+        k = message.chunk
+
+        def abandon(*, is_locked: bool) -> tuple[ExchangeReply]:
+            self._abandoned = message.sequence
+            live, version = self._segment.live, center.version(k)
+            return (ExchangeReply(message.item, version, 0, live, True, False, False, is_locked),)
+
+        if self._abandoned == message.sequence:
+            self._stream.send(*abandon(is_locked=False))
+        else:
+            self._stream.send(*self._with_lock(center, k, apply, if_stuck=lambda: abandon(is_locked=True)))
+
+    def _exchange_record(self, message: ExchangeRequest, size: int, center: SharedCenter) -> None:
+        """Replace a chunk and the rule's state of it, unless a value is not finite or a swap comes too late."""
+        k = message.chunk
+        if message.operation not in {"swap", "replace"} or message.answer != "none":
+            raise BadFrame(f"{message.operation!r} with the answer {message.answer!r} is not for the state of a rule.")
+        _check_size(size, center.layout.record_bytes(k))
+        self._finish_pending()
+        with self._session.active():
+            value = self._staging.reserve(size)
+            self._stream.receive_into(value)
+
+        def apply() -> tuple[ExchangeReply]:
+            applied = self._next_applied(message.sequence, message.item)
+            is_torn, version = center.is_torn(k), center.version(k)
+            is_done = message.operation == "replace" or version == message.seen
+            new, state = center.layout.split_record(k, value)
+            is_clean = all(bool(np.isfinite(part).all()) for part in (new, *state.values()))
+            if not is_clean:
+                self._staging.skip(applied)
+            elif is_done:
+                intent = Intent(center.name, k, "replace", 0, 0, applied, new.size, with_state=True)
+                self._staging.commit_record(center, intent, value)
+            staleness = max(0, version - message.seen) // 2
+            live = self._segment.live
+            return (ExchangeReply(message.item, center.version(k), staleness, live, is_clean, is_torn, is_done),)
+
+        self._apply_or_abandon(message, center, apply)
 
     def _pull(self, message: PullChunk, _: int) -> None:
-        center, array = self._chunk(message.center, message.chunk)
+        k = message.chunk
+        center, array = self._chunk(message.center, k)
         codec = _checked_codec(message.codec, array)
 
         def copy() -> tuple[ChunkValue, Array]:
+            reply = ChunkValue(k, center.version(k), center.is_torn(k))
+            if message.with_state:
+                value = self._staging.reserve(center.layout.record_bytes(k))
+                new, state = center.layout.split_record(k, value)
+                for target, part in zip((new, *state.values()), center.record(k), strict=True):
+                    target[:] = part
+                return reply, value
             value = self._staging.reserve(array.nbytes).view(array.dtype)
             value[:] = array
-            reply = ChunkValue(message.chunk, center.version(message.chunk), center.is_torn(message.chunk))
             return reply, _pack_in_place(codec, value)
 
-        self._stream.send(*self._with_lock(center, message.chunk, copy))
+        self._stream.send(*self._with_lock(center, k, copy, if_stuck=lambda: center.read_locked(k, copy)))
 
     def _query_applied(self, message: AppliedQuery, size: int) -> None:
         if size % 8 or not 0 <= message.first <= MAX_ITEMS or not 0 <= message.sequence < _MAX_SEQUENCE:
@@ -275,13 +278,18 @@ class CenterService:
         applied = bytes(was_applied(item, int(k)) for item, k in enumerate(chunks, message.first))
         self._stream.send(AppliedReply(), applied)
 
-    def _with_lock(self, center: SharedCenter, k: int, call: Callable[[], T]) -> T:
+    def _with_lock(
+        self, center: SharedCenter, k: int, call: Callable[[], T], *, if_stuck: Callable[[], T] | None = None
+    ) -> T:
         """Make a call under the lock of chunk k, as the active session.
 
-        The session is not held while the lock is waited for, so that a newer connection of the worker need not wait.
+        If the lock's holder makes no progress, `if_stuck` is called instead, if that is given; named arrays are waited
+        for, since their pushes and pulls are atomic. The session is not held while the lock is waited for, so that a
+        newer connection of the worker need not wait.
         """
         deadline = Deadline(LOCK_TIMEOUT_S)
         with self._session.lock_queue.turn((center.name, k), deadline, lambda: center.describe_lock(k)):
+            stuck = Deadline(STUCK_S)
             while True:
                 with self._session.active():
                     if center.try_lock(k):
@@ -289,6 +297,8 @@ class CenterService:
                             return call()
                         finally:
                             center.unlock(k)
+                    if if_stuck is not None and not center.is_array and center.is_stuck(k, stuck):
+                        return if_stuck()
                 deadline.wait(center.describe_lock(k))
 
     def _finish_pending(self) -> None:
@@ -365,7 +375,13 @@ class CenterService:
         self._stream.set_timeout(TIMEOUT_S)  # a silent creator must not block other creators
         try:
             center, is_creator = SharedCenter.open_or_create(
-                self._segment, file, model, rank=self._rank(), note=message.note, timeout_s=0
+                self._segment,
+                file,
+                model,
+                rank=self._rank(),
+                note=message.note,
+                state=model.layout.state,
+                timeout_s=0,
             )
         except WaitedTooLong:
             self._stream.send(CenterBusy())

@@ -41,7 +41,7 @@ import numpy as np
 
 from maniple.contracts import Array, FlatModel
 from maniple.errors import InvalidArgument, ManipleError, WaitedTooLong
-from maniple.layout import Layout
+from maniple.layout import Layout, RuleState
 from maniple.memory.locks import ByteLocks, is_locked
 from maniple.memory.shm import map_file, open_owned, shared_memory_full
 from maniple.record.folder import RunFolder
@@ -414,7 +414,13 @@ class CenterFile:
         counters = memoryview(memory)[offsets["counters"] :]
         self.versions = counters[: 8 * count].cast("q")
         self.holders = counters[8 * count : 16 * count].cast("q")
+        self.stuck = counters[16 * count : 24 * count].cast("q")
         self.arrays = self.layout.chunk_views(_vectors(self.layout, memory, offsets))
+        self.state = RuleState(
+            self.layout,
+            {name: _vectors(self.layout, memory, offsets, name) for name in self.layout.state.vectors},
+            {name: np.frombuffer(memory, np.float64, count, offsets[name]) for name in self.layout.state.scalars},
+        )
 
     @staticmethod
     def is_ready(path: Path) -> bool:
@@ -468,15 +474,22 @@ def _offsets(layout: Layout) -> tuple[dict[str, int], int]:
     offsets: dict[str, int] = {}
     end = _PAGE + _whole_pages(len(layout.table))
     offsets["counters"] = end
-    end += _whole_pages(16 * len(layout.chunks))
-    for dtype, size in layout.sizes.items():
-        offsets[dtype] = end
-        end += _whole_pages(np.dtype(dtype).itemsize * size)
+    end += _whole_pages(24 * len(layout.chunks))
+    for name in ("", *layout.state.vectors):
+        for dtype, size in layout.sizes.items():
+            offsets[f"{name}/{dtype}"] = end
+            end += _whole_pages(np.dtype(dtype).itemsize * size)
+    for name in layout.state.scalars:
+        offsets[name] = end
+        end += _whole_pages(8 * len(layout.chunks))
     return offsets, end
 
 
-def _vectors(layout: Layout, memory: mmap.mmap, offsets: dict[str, int]) -> dict[str, Array]:
-    return {dtype: np.frombuffer(memory, dtype, size, offsets[dtype]) for dtype, size in layout.sizes.items()}
+def _vectors(layout: Layout, memory: mmap.mmap, offsets: dict[str, int], name: str = "") -> dict[str, Array]:
+    """The flat vectors of the parameters, or of the rule's state `name`."""
+    return {
+        dtype: np.frombuffer(memory, dtype, size, offsets[f"{name}/{dtype}"]) for dtype, size in layout.sizes.items()
+    }
 
 
 def _whole_pages(size_bytes: int) -> int:

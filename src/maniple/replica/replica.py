@@ -27,6 +27,7 @@ from maniple.replica.context import TrainingContext
 from maniple.replica.sharing import Sharing
 from maniple.rules import Rule
 
+_UNUSUAL = ("refused", "torn", "locked")  # fields of rows that are always of interest
 _EVERY_S = 0.5  # frequent enough for a live view, and a row costs about 50 us
 _HOUR_S, _LATER_S = 3600.0, 2.0  # after an hour only every 2 s: long runs are viewed at a coarser scale
 _FULL_ROWS, _LATER_ROWS_S = 1000, 1.0  # rows of single exchanges: the first 1000 of each kind, then one per second
@@ -219,6 +220,8 @@ class Replica:
             row["refused"] = outcome.refused
         if outcome.torn:
             row["torn"] = outcome.torn
+        if outcome.locked:
+            row["locked"] = outcome.locked
         self._rows.write(event, step=self.steps, start=start, end=start + cost_s, duration=cost_s, **row)
         return outcome, cost_s
 
@@ -337,8 +340,8 @@ class ExchangeRows:
     """Rows of single exchanges, pulls, pushes and looks of one replica.
 
     The `progress` rows have their sums, so not every one needs a row: the first thousand of each kind, then one per
-    second. Exchanges that were refused or torn, or took ten times the mean, have a second budget of the same size.
-    `skipped` counts those of the same kind between a row and the previous one.
+    second. Exchanges of which something was refused, torn or left out, or that took ten times the mean, have a second
+    budget of the same size. `skipped` counts those of the same kind between a row and the previous one.
     """
 
     def __init__(self, events: Events) -> None:
@@ -353,7 +356,7 @@ class ExchangeRows:
             kind = self._kinds[event] = _Kind()
         kind.seconds += duration
         kind.count += 1
-        is_unusual = "refused" in values or "torn" in values or duration > _SLOW * kind.seconds / kind.count
+        is_unusual = not values.keys().isdisjoint(_UNUSUAL) or duration > _SLOW * kind.seconds / kind.count
         values["duration"] = duration
         now = clock.monotonic()
         if (is_unusual and self._unusual.take(now)) or kind.budget.take(now):

@@ -3,13 +3,13 @@ training begins with.
 
     optimizer/center-0.worker-1.safetensors    in the run folder: the first `share()` of worker 1
 
-Each worker saves its optimizer state between two steps after each snapshot, and when it leaves. Moments and step counts
-are restored; the settings of parameter groups, such as learning rates, come from the script. A newcomer's state is
-complete: model, memory of the rule, optimizer with its settings, and the position in the data.
+Each worker saves its optimizer state, and what its rule keeps at the worker, between two steps after each snapshot and
+when it leaves. Moments and step counts are restored; the settings of parameter groups, such as learning rates, come
+from the script. A newcomer's state is complete: model, state of the rule, optimizer with its settings, and the position
+in the data.
 """
 
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from maniple.clock import clock
 from maniple.contracts import Array, Entry
 from maniple.environment import Environment
 from maniple.errors import InvalidArgument, say
+from maniple.layout import RuleState
 from maniple.record import RunFolder
 from maniple.rules import Rule
 from maniple.sampler.position import RESUMED, SAVES
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from maniple.replica.replica import Replica
 
 _PLAIN = "plain"  # the name of the JSON values among the arrays of a file
-_OPTIMIZER = "optimizer/"
+_OPTIMIZER, _RULE = "optimizer/", "rule/"  # prefixes of names in a file
 _CHECK_EVERY_S = 0.5  # a stat() per check; the state may be this much newer than its snapshot
 
 
@@ -57,7 +58,7 @@ class OptimizerStates:
         self._saved.append((number, model, replica))
         if self._segment is None or not (self._segment / RESUMED).exists():
             return False
-        return self._load(number, model, replica.rule)
+        return self._load(number, model, replica)
 
     def is_due(self, now: float) -> bool:
         """A snapshot of the center was begun since the last check."""
@@ -82,6 +83,7 @@ class OptimizerStates:
 
     def _write(self, number: int, model: Adapter, replica: "Replica") -> None:
         arrays, plain = model.optimizer_state()
+        arrays = arrays | {_RULE + name: value for name, value in replica.sharing.saved_state().items()}
         if not arrays or self._folder is None:
             return
         saved = {"steps": self._before.get(number, 0) + replica.steps, "saved": clock.time(), "optimizer": plain}
@@ -97,20 +99,26 @@ class OptimizerStates:
         finally:
             beside.unlink(missing_ok=True)
 
-    def _load(self, number: int, model: Adapter, rule: Rule) -> bool:
-        now = model.optimizer_state()[1]
-        if not (groups := now.get("groups")):
+    def _load(self, number: int, model: Adapter, replica: "Replica") -> bool:
+        now, has_rule_state = model.optimizer_state()[1], bool(replica.sharing.saved_state())
+        groups = now.get("groups", [])
+        if not groups and not has_rule_state:
             return False
-        owner, path = self._source(number, rule)
+        owner, path = self._source(number, replica.rule)
         if path is None:
-            if any(group.get("momentum", 1) != 0 for group in groups):
+            if has_rule_state or any(group.get("momentum", 1) != 0 for group in groups):
                 say(f"worker {self._rank}: no optimizer state was saved for it, and it starts with an empty one")
             return False
         try:
             arrays = read_arrays(path)
             saved = msgspec.json.decode(arrays.pop(_PLAIN).tobytes())
-            _check(arrays, saved["optimizer"], now)
-            model.restore_optimizer(arrays, saved["optimizer"] | {"groups": [{} for _ in groups]})
+            _check_finite(arrays)
+            kept = {name.removeprefix(_RULE): arrays.pop(name) for name in list(arrays) if name.startswith(_RULE)}
+            if groups:
+                _check(saved["optimizer"], now)
+            replica.sharing.restore_state(kept)
+            if groups:
+                model.restore_optimizer(arrays, saved["optimizer"] | {"groups": [{} for _ in groups]})
         except (OSError, KeyError, ValueError, RuntimeError, InvalidArgument, msgspec.DecodeError) as error:
             reason = str(error).rstrip(".")
             warnings.warn(
@@ -148,7 +156,13 @@ class OptimizerStates:
         return 0
 
 
-def _check(arrays: dict[str, Array], saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_finite(arrays: dict[str, Array]) -> None:
+    for name, value in arrays.items():
+        if value.dtype.kind in "fc" and not np.isfinite(value).all():
+            raise InvalidArgument(f"its {name!r} holds values that are not finite")
+
+
+def _check(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise InvalidArgument if a state is not one of this optimizer and these parameters."""
     if len(saved["parameters"]) != len(now["parameters"]):
         raise InvalidArgument(
@@ -159,13 +173,10 @@ def _check(arrays: dict[str, Array], saved: dict[str, Any], now: dict[str, Any])
             raise InvalidArgument(f"it is of parameter {one[0]!r} {one[1]}, and here is {other[0]!r} {other[1]}")
     if saved["kind"] != now["kind"]:
         raise InvalidArgument(f"it is of {saved['kind']}, and this optimizer is {now['kind']}")
-    for name, value in arrays.items():
-        if value.dtype.kind in "fc" and not np.isfinite(value).all():
-            raise InvalidArgument(f"its {name!r} holds values that are not finite")
 
 
 def write_newcomer_state(
-    path: Path, model: Adapter, memory: Sequence[Array] | None, extra: dict[str, Array], plain: dict[str, Any]
+    path: Path, model: Adapter, rule_state: RuleState | None, extra: dict[str, Array], plain: dict[str, Any]
 ) -> bool:
     """Write the file atomically; False if another member has written it."""
     if path.exists():
@@ -175,7 +186,7 @@ def write_newcomer_state(
     model.begin()
     for i in range(len(model.entries)):
         parts[f"model/{i}"] = model.array(i)
-    parts |= {f"memory/{i}": value for i, value in enumerate(memory or ())}
+    parts |= {_RULE + name: value for name, value in (rule_state.arrays() if rule_state else {}).items()}
     parts[_PLAIN] = np.frombuffer(msgspec.json.encode(plain | {"optimizer": state}), np.uint8)
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
@@ -185,9 +196,9 @@ def write_newcomer_state(
 
 
 def load_newcomer_state(
-    path: Path, model: Adapter, memory: Sequence[Array] | None
+    path: Path, model: Adapter, rule_state: RuleState | None
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Set model, memory and optimizer to the state in the file; gives the `extra` and `plain` parts."""
+    """Set model, rule state and optimizer to what is in the file; gives the `extra` and `plain` parts."""
     with np.load(path, allow_pickle=False) as file:
         arrays: dict[str, Array] = {name: file[name] for name in file.files}
     plain = msgspec.json.decode(arrays.pop(_PLAIN).tobytes())
@@ -195,8 +206,9 @@ def load_newcomer_state(
     for i in range(len(model.entries)):
         model.array(i)[:] = arrays.pop(f"model/{i}")
         model.commit(i)
-        if memory is not None:
-            memory[i][:] = arrays.pop(f"memory/{i}")
+    kept = {name.removeprefix(_RULE): arrays.pop(name) for name in list(arrays) if name.startswith(_RULE)}
+    if rule_state is not None:
+        rule_state.load(kept)
     state = {name.removeprefix(_OPTIMIZER): arrays[name] for name in arrays if name.startswith(_OPTIMIZER)}
     model.restore_optimizer(state, plain.pop("optimizer"))
     return arrays, plain

@@ -8,13 +8,15 @@
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
 
+import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
-from maniple.contracts import Array, Center, Collectives, OnValue
+from maniple.contracts import Array, Center, Collectives, OnValue, State, StateNames
 from maniple.errors import Conflict, InvalidArgument
+from maniple.layout import RuleState
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
@@ -46,8 +48,7 @@ class Sharing:
     def __init__(self, center: Center | None = None) -> None:
         self._center = center
         self._refusals = Refusals()
-        self._memory: list[Array] | None = None  # the rule's private vector, by entry
-        self._memory_chunks: list[Array] | None = None  # the same memory, by chunk
+        self._state: RuleState | None = None  # what the rule keeps at this worker
         self._unhook: list[Callable[[], None]] = []
         self._is_finished = False
 
@@ -57,10 +58,12 @@ class Sharing:
         self._rule, self._layout = replica.rule, replica.layout
 
     def _attach_shared(self) -> None:
-        """The model is shared with others: keep the rule's memory, and refuse another library's averaging."""
-        if self._rule.memory:
-            flat = self._layout.allocate()
-            self._memory, self._memory_chunks = self._layout.views(flat), self._layout.chunk_views(flat)
+        """The model is shared with others: keep the rule's state, and refuse another library's averaging."""
+        names = self._rule.worker_state
+        if self._rule.is_synchronous:  # all workers have a copy of the center's state too
+            names = StateNames(names.vectors + self._rule.center_vectors, names.scalars)
+        if any(names):
+            self._state = RuleState.zeros(self._layout, names)
         self._unhook.append(self._model.refuse_wrapping())
 
     def begin(self) -> None:
@@ -105,6 +108,18 @@ class Sharing:
         """Set the center to what was validated; False if the center itself was validated."""
         return False
 
+    def saved_state(self) -> dict[str, Array]:
+        """What of the rule's state is saved with this worker's optimizer state: not the center's, which has its own."""
+        if self._state is None or not self._rule.saves_worker_state:
+            return {}
+        names = [name for kind in self._rule.worker_state for name in kind]
+        return {name: value for name, value in self._state.arrays().items() if name.split("/")[0] in names}
+
+    def restore_state(self, arrays: Mapping[str, Array]) -> None:
+        """Take over what `saved_state` returned before the run was resumed."""
+        if self._state is not None and arrays:
+            self._state.load(self._state.arrays() | dict(arrays))
+
     def finish(self, *, exchange: bool, timeout_s: float) -> None:
         """Make the last exchange and let the center go. Wait at most `timeout_s` for a host that is away."""
         for unhook in self._unhook:
@@ -123,14 +138,21 @@ class Sharing:
         if self._center is None:
             return
         with self._context.requiring_host(self.replica):
-            outcome, cost_s = self.replica.timed("pull", self._center.pull, self._model, self._remember)
+            pull = functools.partial(self._center.pull, state_copy=self._center_copy)
+            outcome, cost_s = self.replica.timed("pull", pull, self._model, self._remember)
         self.replica.pace.expect(2 * cost_s, 2 * outcome.size_bytes)  # an exchange reads and writes
         self._context.exit_if_signalled()
 
+    @property
+    def _center_copy(self) -> list[State] | None:
+        """The worker's copy of the rule's state at the center, which synchronous rules have."""
+        is_copied = self._rule.is_synchronous and self._rule.center_vectors
+        return self._state.chunks if self._state is not None and is_copied else None
+
     def _remember(self, k: int, value: Array) -> None:
-        """Keep the center's value of chunk k, for rules with a memory."""
-        if self._memory_chunks is not None:
-            self._rule.remember(value, self._memory_chunks[k])
+        """Show the rule the center's value of chunk k, if it keeps state here."""
+        if self._state is not None:
+            self._rule.remember(value, self._state.chunks[k])
 
     @contextmanager
     def _own_values_kept(self, show: OnValue = lambda _, __: None) -> Generator[None]:

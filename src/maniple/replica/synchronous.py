@@ -7,6 +7,7 @@ rounds. The center stays: the first worker of each round copies the replica ther
 `--resume`, validation and late workers.
 """
 
+import functools
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,7 +19,7 @@ import numpy as np
 from maniple.adapters import Adapter
 from maniple.clock import clock
 from maniple.collectives.call import PassedOver
-from maniple.contracts import Array, Center, Collectives, ElasticMembership, Entry, ResidentVectors, Round
+from maniple.contracts import Array, Center, Collectives, ElasticMembership, Entry, ResidentVectors, Round, State
 from maniple.errors import Desynced, Diverged, ManipleError
 from maniple.layout import Layout
 from maniple.pace import RateLimit
@@ -89,8 +90,10 @@ class Synchronous(Sharing):
         for i in range(len(self._model.entries)):
             value = self._model.array(i)
             self._collectives.broadcast(value, root=self._collectives.ranks[0])
-            if self._memory is not None:
-                self._rule.remember(value, self._memory[i])
+            if self._state is not None:
+                for name in self._rule.center_vectors:
+                    self._collectives.broadcast(self._state.entries[i][name], root=self._collectives.ranks[0])
+                self._rule.remember(value, self._state.entries[i])
             self._model.commit(i)
 
     # Rounds
@@ -150,9 +153,12 @@ class Synchronous(Sharing):
 
     def _digest(self, which: Sequence[int]) -> Array:
         self._model.begin()
-        memory = self._memory
-        values = (self._rule.shared(self._model.array(i), None if memory is None else memory[i]) for i in which)
+        values = (self._rule.shared(self._model.array(i), self._state_of(i)) for i in which)
         return np.array([zlib.crc32(value.view(np.uint8).data) for value in values], np.int64)
+
+    def _state_of(self, i: int) -> State:
+        """What the rule keeps of entry i."""
+        return {} if self._state is None else self._state.entries[i]
 
     def _compare(self, is_shadow: bool) -> None:
         """Raise Desynced unless all replicas are equal. A worker that has finished training (a shadow) sends none."""
@@ -196,7 +202,7 @@ class Synchronous(Sharing):
             "nonfinite": sorted(self._contributions.in_a_row.items()),
             "position": self._context.samples.position(first),
         }
-        if write_newcomer_state(path, self._model, self._memory, extra, plain):
+        if write_newcomer_state(path, self._model, self._state, extra, plain):
             self._context.events.write("greeted", meeting=meeting)
 
     def _load_state(self, elastic: ElasticMembership) -> None:
@@ -205,7 +211,7 @@ class Synchronous(Sharing):
         if path is None:
             self._pull_center()
             return
-        extra, plain = load_newcomer_state(path, self._model, self._memory)
+        extra, plain = load_newcomer_state(path, self._model, self._state)
         self.rounds, self._digests = plain["rounds"], extra.get("digests")
         self._context.samples.continue_at(plain["position"], self.rounds)
         self._contributions.in_a_row = dict(plain["nonfinite"])
@@ -219,7 +225,8 @@ class Synchronous(Sharing):
             return
         begin = clock.monotonic()
         with self._shown():
-            outcome, _ = self.replica.timed("keep", self._center.push, self._model)
+            push = functools.partial(self._center.push, state_copy=self._center_copy)
+            outcome, _ = self.replica.timed("keep", push, self._model)
         if not outcome.refused and self.replica.is_primary and self._is_complete(len(self._last.ranks)):
             self._context.samples.write_position(self.replica, is_common=True)
         self._refusals.check(outcome, "the workers, whose replicas change together,")

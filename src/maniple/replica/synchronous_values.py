@@ -60,7 +60,7 @@ class SynchronousValues(Synchronous):
         for i in self._local:  # each worker keeps its own; zeros, since what is there must be finite
             self._offers[i][:] = 0
         for i in self._shared:
-            self._rule.offer(self._model.array(i), self._memory_of(i), self._offers[i])
+            self._rule.offer(self._model.array(i), self._state_of(i), self._offers[i])
 
     def _accept(self) -> None:
         """Change the replica by the result of the round."""
@@ -71,7 +71,7 @@ class SynchronousValues(Synchronous):
             total = self._offers[i]
             if self._rule.op == "sum":
                 total *= total.dtype.type(weight)  # the round has computed the mean
-            self._rule.accept(self._model.array(i), total, self._memory_of(i), info)
+            self._rule.accept(self._model.array(i), total, self._state_of(i), info)
             self._model.commit(i)
         self._complete_round()
 
@@ -83,11 +83,11 @@ class SynchronousValues(Synchronous):
         self._model.begin()
 
     def _shown(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._memory is None else self._own_values_kept(self._show)
+        return nullcontext() if self._state is None else self._own_values_kept(self._show)
 
     def _show(self, i: int, value: Array) -> None:
         if i not in self._local:
-            value[:] = self._rule.shared(value, self._memory_of(i))
+            value[:] = self._rule.shared(value, self._state_of(i))
 
     def _finish_rounds(self) -> bool:
         if self.replica.is_center:
@@ -117,6 +117,3 @@ class SynchronousValues(Synchronous):
 
         with suppress(PassedOver):  # the round finds it too, and takes over the others' state
             self._model.reduce_moments(self._rule.momentum, average, gather)
-
-    def _memory_of(self, i: int) -> Array | None:
-        return None if self._memory is None else self._memory[i]

@@ -32,13 +32,14 @@ class WithCenter(Sharing):
     _center: Center
     _away_since: float | None = None  # while exchanges fail
     _is_announced = False
+    _has_warned = False  # about parameters whose lock cannot be taken
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
         self._attach_shared()
 
     def begin(self) -> None:
-        """Take the center's values; the creator too, since rules with a memory start from them."""
+        """Take the center's values; the creator too, since rules with state start from them."""
         self._pull_center()
 
     def step(self) -> None:
@@ -52,15 +53,14 @@ class WithCenter(Sharing):
         self._exchange()
         self._context.exit_if_signalled()
 
-    def _exchange(self) -> None:
+    def _exchange(self, *, is_last: bool = False) -> None:
         if self._is_finished or self._context.host.is_over:
             return
         replica, samples, begin = self.replica, self._context.samples, clock.monotonic()
-        info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live))
+        info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live), is_last=is_last)
+        state = None if self._state is None else self._state.chunks
         try:
-            outcome, cost_s = replica.timed(
-                "exchange", self._center.exchange, self._model, self._rule, self._memory_chunks, info
-            )
+            outcome, cost_s = replica.timed("exchange", self._center.exchange, self._model, self._rule, state, info)
         except HostAway as error:
             cost_s = clock.monotonic() - begin
             replica.spent_s += cost_s
@@ -80,6 +80,14 @@ class WithCenter(Sharing):
             samples.write_position(replica, is_common=False)
         if outcome.refused or self._refusals.in_a_row:
             self._refusals.check(outcome)
+        if outcome.locked and not self._has_warned:
+            self._has_warned = True
+            names = f"{outcome.locked[0]!r}" + (f" and {len(outcome.locked) - 1} more" if outcome.locked[1:] else "")
+            warnings.warn(
+                f"{names} could not be exchanged: a worker that is stopped, or makes no progress, holds the lock. "
+                "Training continues, and later exchanges include it once that worker goes on or has ended",
+                stacklevel=4,
+            )
 
     def pull(self) -> None:
         if not self._is_finished:
@@ -126,8 +134,8 @@ class WithCenter(Sharing):
     def _finish(self, timeout_s: float) -> None:
         """Make the last exchange, waiting for a host that is away."""
         if self.replica.steps_since_exchange and not self.replica.is_center:
-            self._exchange()
+            self._exchange(is_last=True)
             deadline = Deadline(timeout_s)
             while self._away_since is not None and not self._context.host.is_over and not deadline.is_over():
                 clock.sleep(_RETRY_S)
-                self._exchange()
+                self._exchange(is_last=True)

@@ -1,6 +1,6 @@
 """ASGD: Legion's weighted push, then pull."""
 
-from maniple.contracts import Array, ExchangeInfo, Operation
+from maniple.contracts import Array, ExchangeInfo, Operation, State
 from maniple.rules import kernels
 from maniple.rules.rule import Rule, checked_share
 
@@ -18,8 +18,8 @@ class ASGD(Rule):
         self.alpha = checked_share("ASGD", "alpha", alpha)
         self.beta = checked_share("ASGD", "beta", beta)
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        del memory, moment
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
+        del state, moment
         return (kernels.active or kernels.activate()).blend(x, c, self.alpha, self.beta)
 
     def operation(self, moment: ExchangeInfo) -> Operation:

@@ -1,6 +1,6 @@
 """Synchronous rules: BSP, LocalSGD and MSync. All workers exchange at the same step, by collectives."""
 
-from maniple.contracts import Array, ExchangeInfo
+from maniple.contracts import Array, ExchangeInfo, State
 from maniple.errors import InvalidArgument
 from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
 
@@ -55,7 +55,8 @@ class BSP(CenterMemory):
     ) -> None:
         self.average = one_of("average", average, AVERAGES)
         self.averages_gradients = average == "gradients"
-        self.memory = not self.averages_gradients  # the last mean of the parameters, which is what the center shows
+        if not self.averages_gradients:
+            self.worker_vectors = ("center",)  # the last mean of the parameters
         self.momentum = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
         self.every = _whole("every", every, 1)
@@ -78,17 +79,17 @@ class BSP(CenterMemory):
                 'Add average="parameters", or leave them out.'
             )
 
-    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+    def offer(self, x: Array, state: State, out: Array) -> None:
         """What this worker gives to the mean."""
-        del memory
+        del state
         out[:] = x
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
+    def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Take the mean."""
         del moment
         x[:] = total
-        if memory is not None:
-            memory[:] = total
+        if state:
+            self.remember(total, state)
 
 
 class LocalSGD(BSP):

@@ -1,6 +1,6 @@
 """Downpour: push what this worker changed, take the center."""
 
-from maniple.contracts import Array, ExchangeInfo, Operation
+from maniple.contracts import Array, ExchangeInfo, Operation, State
 from maniple.rules import kernels
 from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite
 
@@ -20,7 +20,7 @@ class Downpour(CenterMemory):
     """
 
     every = 1
-    memory = True
+    worker_vectors = ("center",)
     op = "sum"
 
     def __init__(self, *, compensate: bool = False, sync: bool = False, nonfinite: str = "stop") -> None:
@@ -30,21 +30,19 @@ class Downpour(CenterMemory):
             self.is_synchronous = True
         self.nonfinite = checked_nonfinite("Downpour", nonfinite, is_sync=sync)
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
+    def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Take the center with all changes."""
         del moment
-        assert memory is not None
-        memory += total
-        x[:] = memory
+        state["center"] += total
+        x[:] = state["center"]
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        assert memory is not None
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
         scale = 1.0 / (moment.staleness + 1) if self.compensate else 1.0
-        return (kernels.active or kernels.activate()).difference(x, c, memory, scale)
+        return (kernels.active or kernels.activate()).difference(x, c, state["center"], scale)
 
     def operation(self, moment: ExchangeInfo) -> Operation:
         del moment
         return Operation("compensated" if self.compensate else "blend", 1.0, 1.0, is_change=True)
 
-    def rounded(self, x: Array, memory: Array) -> None:
-        memory[:] = x  # else the next exchange would push the rounding as if it were a change
+    def rounded(self, x: Array, state: State) -> None:
+        state["center"][:] = x  # else the next exchange would push the rounding as if it were a change

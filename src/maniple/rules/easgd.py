@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from maniple.contracts import Array, ExchangeInfo, Operation
+from maniple.contracts import Array, ExchangeInfo, Operation, State
 from maniple.errors import InvalidArgument
 from maniple.rules import kernels
 from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, checked_share
@@ -43,8 +43,8 @@ class EASGD(CenterMemory):
         self.alpha = alpha
         self.center_alpha = center_alpha
         self.sync = checked_flag("EASGD", "sync", sync)
-        if self.sync:  # else the class decides: a subclass may keep a memory
-            self.is_synchronous = self.memory = True
+        if self.sync:  # else the class decides: a subclass may keep state of its own
+            self.is_synchronous, self.worker_vectors = True, ("center",)
         self.nonfinite = checked_nonfinite("EASGD", nonfinite, is_sync=sync)
 
     @property
@@ -84,8 +84,8 @@ class EASGD(CenterMemory):
             alpha = self._alpha
         return (alpha if self._center_alpha is None else self._center_alpha), alpha
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        del memory
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
+        del state
         center, worker = self.alphas(moment)
         return (kernels.active or kernels.activate()).elastic(x, c, center, worker)
 
@@ -93,9 +93,8 @@ class EASGD(CenterMemory):
         center, worker = self.alphas(moment)
         return Operation("elastic", center, worker)
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
+    def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Move both, from the old values."""
-        assert memory is not None
         center, worker = self.alphas(moment)
-        x -= x.dtype.type(worker) * (x - memory)
-        memory += x.dtype.type(center) * total
+        x -= x.dtype.type(worker) * (x - state["center"])
+        state["center"] += x.dtype.type(center) * total

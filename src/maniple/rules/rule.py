@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from maniple.contracts import Array, ExchangeInfo, Operation
+from maniple.contracts import Array, ExchangeInfo, Operation, State, StateNames
 from maniple.errors import InvalidArgument
 from maniple.rules.kernels import numpy_kernels as blocks
 
@@ -18,18 +18,38 @@ class Rule:
     """The base of rules. A rule of your own needs one method:
 
         class Halfway(maniple.Rule):
-            def mix(self, x, c, memory):
+            def mix(self, x, c, state):
                 middle = (x + c) / 2
                 return middle, middle          # the new replica, the new center
 
-    `mix` sees one block of the flat vector at a time, as NumPy arrays that it must not change. With
-    `memory = True`, it also gets the same block of a private vector, of zeros at first, that it may change.
+    `mix` sees one block of the flat vector at a time, as NumPy arrays that it must not change.
+
+    A rule may keep state by name, of zeros at first: vectors of the model's size, and scalars, each at every worker or
+    at the center. `state["momentum"]` is then the same block of that vector, or an array with the one number, and
+    `mix` may change it:
+
+        class Heavy(maniple.Rule):
+            center_vectors = ("momentum",)
+
+            def mix(self, x, c, state):
+                state["momentum"] *= 0.9
+                state["momentum"] += 0.5 * (x - c)
+                return c + state["momentum"], c + state["momentum"]
+
+    There is one number of each scalar per chunk of parameters, since chunks are exchanged one by one; with scalars,
+    `mix` sees whole chunks. State at the center is saved in snapshots, state at the worker with its optimizer state.
     """
 
     every: int = 10  # the default pace, in steps
     is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
     averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
-    memory: bool = False  # keeps one private vector of the model's size per worker
+    worker_vectors: tuple[str, ...] = ()  # names of what each worker keeps
+    worker_scalars: tuple[str, ...] = ()
+    center_vectors: tuple[
+        str, ...
+    ] = ()  # names of what the center keeps; a copy is in each worker of a synchronous rule
+    center_scalars: tuple[str, ...] = ()
+    saves_worker_state: bool = True  # False if `remember` restores it from the center
     op: ClassVar[str] = "mean"  # the reduction of the workers' contributions
     quorum: int = 0  # how many workers are waited for in a round; 0: all
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
@@ -38,38 +58,49 @@ class Rule:
     nonfinite: str = "stop"  # a contribution that is not finite: "stop" the run, or "skip" it
     overlap: bool = False  # send gradients during the backward pass, if the collectives work in the background
 
-    def mix(self, x: Array, c: Array, memory: Array | None) -> tuple[Array, Array]:
-        """The new replica and the new center."""
-        raise NotImplementedError(f"{type(self).__name__} must define mix(self, x, c, memory)")
+    @property
+    def worker_state(self) -> StateNames:
+        """What each worker keeps."""
+        return StateNames(self.worker_vectors, self.worker_scalars)
 
-    def exchange(self, x: Array, c: Array, memory: Array | None, moment: ExchangeInfo) -> Array | None:
-        """Change `x` and `c` in place; return the positions of refused non-finite values, None if there are none."""
+    @property
+    def center_state(self) -> StateNames:
+        """What the center keeps."""
+        return StateNames(self.center_vectors, self.center_scalars)
+
+    def mix(self, x: Array, c: Array, state: State) -> tuple[Array, Array]:
+        """The new replica and the new center."""
+        raise NotImplementedError(f"{type(self).__name__} must define mix(self, x, c, state)")
+
+    def exchange(self, x: Array, c: Array, state: State, moment: ExchangeInfo) -> Array | None:
+        """Change `x`, `c` and `state` in place; return the positions of refused non-finite values, None if there are
+        none."""
         del moment
-        return blocks.mixed(x, c, memory, self.mix)
+        return blocks.mixed(x, c, state, self.mix)
 
     def operation(self, moment: ExchangeInfo) -> Operation | None:
         """The host's operation that is equivalent to `exchange`. None: the worker computes, the host swaps values."""
         del moment
         return None
 
-    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+    def offer(self, x: Array, state: State, out: Array) -> None:
         """Write what this worker contributes to a round to `out`."""
         raise NotImplementedError(f"{type(self).__name__} is not synchronous")
 
-    def accept(self, x: Array, total: Array, memory: Array | None, moment: ExchangeInfo) -> None:
-        """Change the replica `x` by the reduction of all contributions."""
+    def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
+        """Change the replica `x` and `state` by the reduction of all contributions."""
         raise NotImplementedError(f"{type(self).__name__} is not synchronous")
 
-    def shared(self, x: Array, memory: Array | None) -> Array:
+    def shared(self, x: Array, state: State) -> Array:
         """What the center shows, for a synchronous rule."""
-        del memory
+        del state
         return x
 
-    def remember(self, c: Array, memory: Array) -> None:
-        """Called with the center's value when the replica is set to it, for rules with `memory`."""
+    def remember(self, c: Array, state: State) -> None:
+        """Called with the center's value when the replica is set to it, for rules with state at the worker."""
 
-    def rounded(self, x: Array, memory: Array) -> None:
-        """Called after an exchange with what a replica in half precision holds of it, for rules with `memory`."""
+    def rounded(self, x: Array, state: State) -> None:
+        """Called after an exchange with what a replica in half precision holds, for rules with state at the worker."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -83,18 +114,19 @@ class Rule:
 
 
 class CenterMemory(Rule):
-    """The base of rules whose memory is the center as this worker last saw it."""
+    """The base of rules that may keep `state["center"]`: the center as this worker last saw it."""
 
-    def offer(self, x: Array, memory: Array | None, out: Array) -> None:
+    saves_worker_state = False
+
+    def offer(self, x: Array, state: State, out: Array) -> None:
         """What this worker has changed: its distance from the center."""
-        assert memory is not None
-        np.subtract(x, memory, out=out)
+        np.subtract(x, state["center"], out=out)
 
-    def shared(self, x: Array, memory: Array | None) -> Array:
-        return x if memory is None else memory
+    def shared(self, x: Array, state: State) -> Array:
+        return state.get("center", x)
 
-    def remember(self, c: Array, memory: Array) -> None:
-        memory[:] = c
+    def remember(self, c: Array, state: State) -> None:
+        state["center"][:] = c
 
 
 def settings_of(rule: type[Rule]) -> list[str]:
@@ -114,9 +146,9 @@ def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
     return made
 
 
-def _mechanism(rule: Rule) -> tuple[bool, bool, bool]:
+def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames]:
     """What a replica was built for, which no setting can change while it trains."""
-    return rule.is_synchronous, rule.averages_gradients, rule.memory
+    return rule.is_synchronous, rule.averages_gradients, rule.worker_state, rule.center_state
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:

@@ -95,11 +95,12 @@ class ParameterValue(Message, frozen=True, tag=14):
 
 
 class PullChunk(Message, frozen=True, tag=15):
-    """Sent by the worker: return the value of a chunk, encoded by `codec`."""
+    """Sent by the worker: return the value of a chunk, encoded by `codec`; plain if `with_state` is set."""
 
     center: str
     chunk: int
     codec: str = "float32"
+    with_state: bool = False  # followed by the rule's state of the chunk
 
 
 class ChunkValue(Message, frozen=True, tag=28):
@@ -126,6 +127,7 @@ class ExchangeRequest(Message, frozen=True, tag=16):
     codec: str
     seen: int
     answer: str  # what the reply's payload holds: the replica's new "value", its "move", or "none"
+    with_state: bool = False  # the payload is a record: the chunk and the rule's state of it
 
 
 class ExchangeReply(Message, frozen=True, tag=17):
@@ -137,7 +139,8 @@ class ExchangeReply(Message, frozen=True, tag=17):
     live: int
     is_clean: bool  # False if non-finite elements were refused
     is_torn: bool
-    is_done: bool  # False if a swap found a newer version, and nothing was applied
+    is_done: bool  # False if nothing was applied: a swap found a newer version, or a lock could not be taken
+    is_locked: bool = False  # the holder of the chunk's lock makes no progress; later items were not tried
 
 
 class AppliedQuery(Message, frozen=True, tag=18):

@@ -119,7 +119,7 @@ class LocalConnection(_Connection):
         if rule.is_synchronous and self.environment.rank:
             self._await_center(name)
         center, is_creator = SharedCenter.open_or_create(
-            self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule)
+            self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule), state=rule.center_state
         )
         warm_up_in_background(center.layout.sizes)  # in shared memory the worker computes exchanges
         return center, is_creator
@@ -200,6 +200,7 @@ class RemoteConnection(_Connection):
             rank=environment.rank,
             wire=wire,
             note=repr(rule),
+            state=rule.center_state,
             deadline_s=environment.host_deadline_s,
             live=lambda: self.status.live,
         )

@@ -22,7 +22,7 @@ from maniple.environment import Environment, check_not_inherited, mark_joined, r
 from maniple.environment.other_launchers import is_elastic
 from maniple.errors import Conflict, InvalidArgument, ManipleError, say
 from maniple.feed.local_feed import DEFAULT_FEED, Batches, Feeds
-from maniple.layout import described
+from maniple.layout import check_state_names, described
 from maniple.pace import Every, Pace, parse_pace
 from maniple.replica import Replica, sharing_for
 from maniple.replica.context import StopAfter, TrainingContext
@@ -486,6 +486,12 @@ def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> 
 
 def check_rule(environment: Environment, rule: Rule) -> None:
     """Raise InvalidArgument for a rule that does not work in this run."""
+    check_state_names(rule.worker_state, rule.center_state)
+    if rule.is_synchronous and (rule.worker_scalars or rule.center_scalars):
+        raise InvalidArgument(
+            f"{rule!r} keeps scalars, one per chunk, but a synchronous rule is applied to whole parameters. "
+            "Compute them from `moment.step`, or keep a vector."
+        )
     world = environment.world
     if environment.deterministic and world > 1 and (not rule.is_synchronous or 0 < rule.quorum < world):
         raise InvalidArgument(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from maniple.contracts import Array
+from maniple.contracts import Array, State
 
 BLOCK = 1 << 16  # elements: small enough for the cache, large enough that NumPy's cost per call does not count
 
@@ -15,7 +15,7 @@ NOTHING, VALUE, MOVE = range(3)  # what `staged` writes over the worker's value
 
 _QUIET = np.errstate(all="ignore")  # non-finite values are checked for explicitly
 
-Mix = Callable[[Array, Array, Array | None], tuple[Array, Array]]
+Mix = Callable[[Array, Array, State], tuple[Array, Array]]
 
 
 @_QUIET
@@ -28,7 +28,8 @@ def elastic(x: Array, c: Array, alpha_center: float, alpha_worker: float) -> Arr
         d = scratch[: a.size]
         np.subtract(a, b, out=d)
         if not _all_finite(d):
-            finite = refused.add(start, d)
+            finite = np.isfinite(d)
+            refused.add(start, ~finite)
             np.copyto(a, np.where(finite, a - worker * d, b))
             np.add(b, center * d, out=b, where=finite)
         elif center == worker:
@@ -78,18 +79,39 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> Array | None:
 
 
 @_QUIET
-def mixed(x: Array, c: Array, memory: Array | None, mix: Mix) -> Array | None:
-    """Apply `new_x, new_c = mix(x, c, memory)` block by block."""
+def mixed(x: Array, c: Array, state: State, mix: Mix) -> Array | None:
+    """Apply `new_x, new_c = mix(x, c, state)` block by block; to the whole if there are scalars in the state.
+
+    `mix` changes copies of the state, so that each element in shared memory is the old or the new one at any instant.
+    Elements whose new center or state is not finite are refused: center and state stay, and the replica takes the
+    center's value.
+    """
     refused = _Refused()
-    for start, a, b, m in _blocks(x, c, memory):
+    vectors = {name: value for name, value in state.items() if value.shape == x.shape}
+    scalars = {name: value for name, value in state.items() if value.shape != x.shape}
+    size = max(1, x.size) if scalars else BLOCK
+    for start in range(0, x.size, size):
+        part = slice(start, start + size)
+        a, b, kept = x[part], c[part], {name: value[part] for name, value in vectors.items()} | scalars
+        new = {name: value.copy() for name, value in kept.items()}
         # Copies in the center's dtype: `mix` may return its own arguments, or values of a wider dtype.
-        new_x, new_c = (np.array(value, x.dtype, copy=True) for value in mix(a, b, m))
-        if _all_finite(new_c):
+        new_x, new_c = (np.array(value, x.dtype, copy=True) for value in mix(a, b, new))
+        if all(_all_finite(value) for value in (new_c, *new.values())):
             a[:], b[:] = new_x, new_c
-        else:
-            finite = refused.add(start, new_c)
-            a[:] = np.where(finite, new_x, b)
-            np.copyto(b, new_c, where=finite)
+            for name, value in kept.items():
+                value[:] = new[name]
+            continue
+        finite = np.isfinite(new_c)
+        for name in vectors:
+            finite &= np.isfinite(new[name])
+        finite &= all(np.isfinite(new[name]).all() for name in scalars)
+        refused.add(start, ~finite)
+        a[:] = np.where(finite, new_x, b)
+        np.copyto(b, new_c, where=finite)
+        for name in vectors:
+            np.copyto(kept[name], new[name], where=finite)
+        for name in scalars if finite.any() else ():
+            kept[name][:] = new[name]
     return refused.positions()
 
 
@@ -149,11 +171,9 @@ class _Refused:
     def __init__(self) -> None:
         self._found: list[Array] = []
 
-    def add(self, start: int, new: Array) -> Array:
-        """Note the non-finite values of a block that begins at `start`; return which values are finite."""
-        finite = np.isfinite(new)
-        self._found.append(start + np.flatnonzero(~finite))
-        return finite
+    def add(self, start: int, where: Array) -> None:
+        """Note the elements of a block that begins at `start` for which `where` is true."""
+        self._found.append(start + np.flatnonzero(where))
 
     def positions(self) -> Array | None:
         return np.concatenate(self._found) if self._found else None
@@ -175,4 +195,6 @@ def _commit(new: Array, c: Array, start: int, refused: _Refused) -> None:
     if _all_finite(new):
         c[:] = new
     else:
-        np.copyto(c, new, where=refused.add(start, new))
+        finite = np.isfinite(new)
+        refused.add(start, ~finite)
+        np.copyto(c, new, where=finite)
