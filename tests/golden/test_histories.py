@@ -28,14 +28,14 @@ def history(rule: Rule) -> list[list[float]]:
     """The center after each of 12 exchanges; worker w makes two steps towards its own target in between."""
     c = np.array([0.5, -1.0, 2.0])
     replicas = [c.copy() for _ in range(3)]
-    memories = [c.copy() for _ in range(3)]
+    states = [{name: c.copy() for name in rule.worker_vectors} for _ in range(3)]
     targets = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     path = []
     for turn in range(12):
         w = (0, 1, 2, 1)[turn % 4]
         for _ in range(2):
             replicas[w] -= 0.2 * (replicas[w] - targets[w])
-        rule.exchange(replicas[w], c, memories[w], ExchangeInfo(step=2 * turn, live=3, staleness=turn % 3))
+        rule.exchange(replicas[w], c, states[w], ExchangeInfo(step=2 * turn, live=3, staleness=turn % 3))
         path.append([float(value) for value in c])
     return path
 

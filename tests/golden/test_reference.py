@@ -43,7 +43,8 @@ def train(rule: Rule, period: int, seed: int, *, workers: int = 4, alone: bool =
     x, y = ((x[order] - x.mean()) / x.std()).astype("float32"), y[order]
     scale = [np.sqrt(2 / 64), 0, np.sqrt(2 / 32), 0]
     c = np.concatenate([(rng.normal(size=s) * k).ravel() for s, k in zip(SHAPES, scale, strict=True)]).astype("float32")
-    replicas, memories = ([c.copy() for _ in range(workers)] for _ in range(2))
+    replicas = [c.copy() for _ in range(workers)]
+    states = [{name: c.copy() for name in rule.worker_vectors} for _ in range(workers)]
     shards = np.array_split(np.arange(1400), workers)
     turns = rng.permutation(np.repeat(np.arange(1 if alone else workers), 300))
     made = np.zeros(workers, int)
@@ -53,7 +54,7 @@ def train(rule: Rule, period: int, seed: int, *, workers: int = 4, alone: bool =
             replicas[w] -= np.float32(0.1) * loss_and_gradient(replicas[w], x[batch], y[batch])[1]
             made[w] += 1
             if made[w] % period == 0:
-                rule.exchange(replicas[w], c, memories[w], ExchangeInfo(step=int(made[w]), live=workers))
+                rule.exchange(replicas[w], c, states[w], ExchangeInfo(step=int(made[w]), live=workers))
         spread = float(np.mean([np.linalg.norm(r - c) for r in replicas]) / np.linalg.norm(c))
         return loss_and_gradient(c, x[1400:], y[1400:])[0], spread
 

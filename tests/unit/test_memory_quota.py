@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from maniple.center import tcp_server
-from maniple.center.tcp_server import MemoryQuota
+from maniple.center import memory_quota
+from maniple.center.memory_quota import MemoryQuota
 from maniple.errors import SharedMemoryFull
 
 PAGE = 4096
@@ -38,7 +38,7 @@ def test_files_of_subfolders_count_and_removed_ones_do_not(tmp_path):
 
 
 def test_the_number_of_files_is_limited_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(tcp_server, "MAX_FILES", 3)
+    monkeypatch.setattr(memory_quota, "MAX_FILES", 3)
     for name in "abc":
         (tmp_path / name).touch()
     quota = MemoryQuota(tmp_path, 10 * PAGE)
