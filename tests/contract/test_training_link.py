@@ -106,7 +106,7 @@ class Worker:
         self.link = TrainingLink(Endpoint(wire.address, TOKEN), lineage=LINEAGE)
         self.params = {"w": np.zeros(size)}
         self.center, _ = TcpCenter.open_or_create(self.link, "center-0", adapt(self.params), deadline_s=PATIENCE_S)
-        self.memory = [np.zeros(size)]
+        self.state = [{"center": np.zeros(size)}]
         self.steps = 0
 
     def step(self) -> bool:
@@ -114,7 +114,7 @@ class Worker:
         self.params["w"] += 1
         self.steps += 1
         try:
-            self.center.exchange(adapt(self.params), Downpour(), self.memory, ExchangeInfo())
+            self.center.exchange(adapt(self.params), Downpour(), self.state, ExchangeInfo())
         except HostAway:
             return False
         return True
