@@ -10,6 +10,8 @@ from maniple.errors import Conflict, InvalidArgument
 
 _DECAY = 0.2  # the weight of the newest cost in the estimate of the next one
 _STEPS = 5  # their median is the usual step: one or two pauses among them do not change it
+_RETRY_S = 0.25  # after a failed exchange: a host that returns is found at once, and a try without it costs nothing
+_AT_ONCE_S = 0.01  # an exchange that fails so soon had no connection, and has sent nothing
 
 
 class Pace:
@@ -65,7 +67,7 @@ class RateLimit(Pace):
     The first one waits until its expected cost is within the share when it ends. The expected cost is smoothed
     (`e += 0.2 (cost - e)`, where a single delay counts as `2 e` at most); if it grows, the next exchange waits for
     the difference. `bytes_per_s` limits the traffic, with `size / bytes_per_s` in place of
-    `c / maximum_rate`. An exchange that fails counts with its cost, and as one of the usual cost at least.
+    `c / maximum_rate`. An exchange that fails counts with its cost, and with its traffic if there was a connection.
 
     Args:
         maximum_rate: the share, above 0 and up to 1; 0.25 if neither limit is given.
@@ -127,12 +129,13 @@ class RateLimit(Pace):
         self._put_off(cost_s, self._distance_s(cost_s, size_bytes))
 
     def failed(self, cost_s: float, spread: float) -> None:
-        """An exchange failed: the next try is due after the usual time or up to twice that, by `spread`.
+        """An exchange failed: the next try is due within the share, after 0.25 s to 0.5 s by `spread`.
 
         Without that, all workers would try at each step, and meet at a host that returns.
         """
-        usual_s = self._distance_s(self._cost_s, self._size_bytes) * (1 + spread)
-        self._put_off(cost_s, max(usual_s, self._distance_s(cost_s, 0)))
+        size_bytes = 0 if cost_s < _AT_ONCE_S else self._size_bytes
+        usual_s = self._distance_s(self._cost_s, self._size_bytes)
+        self._put_off(cost_s, max(min(usual_s, _RETRY_S) * (1 + spread), self._distance_s(cost_s, size_bytes)))
 
     def _put_off(self, cost_s: float, distance_s: float) -> None:
         """The next exchange is due `distance_s` after the beginning of one that took `cost_s`."""

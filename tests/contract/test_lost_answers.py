@@ -31,6 +31,10 @@ def host(tmp_path):
     host.close()
 
 
+def unreachable() -> None:
+    raise HostAway("away")
+
+
 class Worker:
     """One model on a link that may be shared with others."""
 
@@ -71,7 +75,7 @@ class Worker:
                 ):
                     time.sleep(0.005)
                 drop(reason)
-                patch.setattr(self.link, "_may_connect", lambda: False)
+                patch.setattr(self.link, "_reconnect", unreachable)
 
             patch.setattr(self.link, "drop", late)
             with pytest.raises(HostAway):

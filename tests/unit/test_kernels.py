@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import subprocess
+import sys
+import textwrap
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from maniple.collectives import reductions as sums
 from maniple.rules.kernels import compiled, kernels, warm_up
 from maniple.rules.kernels import numpy_kernels as blocks
 from tests.unit.engines import engine
+from tests.waiting import PATIENCE_S
 
 BLOCK = blocks.BLOCK
 SIZES = [0, 1, 2, 7, 1001, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
@@ -326,3 +330,58 @@ def test_replacement_in_steps_is_exact_to_the_sign_of_zero(fused):
             x, c, np.zeros(2), np.zeros(1, np.int64), operation=blocks.REPLACE, a=1, b=1, answer=blocks.NOTHING
         )
         assert c.tobytes() == x.tobytes()
+
+
+# Loading in the background
+
+
+def run_script(text: str) -> str:
+    """What a fresh interpreter prints that executes `text`, after which it ends in order."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_kernels_load_in_the_background_and_numpys_serve_until_then(fused):
+    text = """
+        import threading
+        from maniple.rules import kernels, warm_up_in_background
+        from maniple.rules.kernels import numpy_kernels
+        with kernels._loading:
+            warm_up_in_background(["float32", "float64"])
+            assert kernels.kernels() is numpy_kernels
+        for thread in threading.enumerate():
+            if thread.name == "maniple-kernels":
+                thread.join()
+        print(kernels.kernels().__name__)
+        warm_up_in_background(["float32"])
+        print(kernels.kernels().__name__, threading.active_count())
+    """
+    name = fused.__name__
+    assert run_script(text) == f"{name}\n{name} 1\n"
+
+
+def test_process_that_ends_while_kernels_load_ends_in_order(fused):
+    text = """
+        from maniple.rules import warm_up_in_background
+        warm_up_in_background(["float32", "float64"])
+        print("done")
+    """
+    for _ in range(3):
+        assert run_script(text) == "done\n"
+
+
+def test_child_that_is_forked_while_kernels_load_can_use_the_compiler(fused):
+    text = """
+        import os
+        from maniple.rules import warm_up_in_background
+        warm_up_in_background(["float32"])
+        child = os.fork()
+        if not child:
+            import numba
+            numba.njit(lambda x: x + 1)(1)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run_script(text) == "0\n"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -223,18 +224,29 @@ def test_failed_exchanges_count_with_their_cost():
     assert clock.shares[-1] == pytest.approx(0.25, rel=0.02)
 
 
-def test_workers_do_not_all_return_to_a_host_at_once():
-    workers = 8
-    clocks = [Clock(expecting(RateLimit(0.5 / workers), 1.0), 0.1, lambda i: 0.001) for _ in range(workers)]
+def test_host_that_returns_is_found_at_once_and_not_by_all_workers_together():
+    workers, step_s = 8, 0.01
+    clocks = [Clock(expecting(RateLimit(0.5 / workers), 1.0), step_s, lambda i: 0.001) for _ in range(workers)]
     for rank, clock in enumerate(clocks):
-        clock.fails, clock.spread = lambda now: 100 < now < 200, rank * 0.618 % 1
-        clock.cost = lambda i, clock=clock: 0.001 if clock.fails(clock.now) else 1.0
-        while clock.now < 300:
+        clock.fails, clock.spread = lambda now: 100 < now < 130, rank * 0.618 % 1
+        clock.cost = lambda i, clock=clock: 0.0001 if clock.fails(clock.now) else 1.0
+        while clock.now < 150:
             clock.step()
-        assert sum(100 < begun < 200 for begun in clock.begun) <= 8  # a try per 16 s, and not one per step
-    first = sorted(next(begun for begun in clock.begun if begun > 200) for clock in clocks)
-    assert all(sum(0 <= other - one < 1.0 for other in first) <= 3 for one in first)
-    assert first[-1] < 200 + 2 * 16 + 1
+        tries = [begun for begun in clock.begun if 100 < begun < 130]
+        assert min(after - before for before, after in pairwise(tries)) > 0.25 - step_s, "it is tried at each step"
+    first = [next(begun for begun in clock.begun if begun > 130) for clock in clocks]
+    assert max(first) < 130 + 0.5 + 2 * step_s
+    assert len(set(first)) > workers // 2
+
+
+def test_failed_exchange_that_has_sent_values_counts_for_the_traffic():
+    pace = expecting(RateLimit(bytes_per_s=1000), 0.1, 5000)
+    assert pace.due(1, 6.0)
+    pace.failed(0.001, 0.0)  # it had no connection
+    assert pace.due(1, 7.0)
+    pace.failed(0.9, 0.0)
+    assert not pace.due(1, 10.0)
+    assert pace.due(1, 13.0)
 
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**8), st.floats(0.01, 1))

@@ -255,6 +255,8 @@ def test_pull_in_the_middle_does_not_forget_what_exchanges_cost(share):
 
 
 def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
+    monkeypatch.setattr("maniple.pace._RETRY_S", 100.0)
+    monkeypatch.setattr("maniple.replica.with_center._UNANNOUNCED_S", 0.0)
     failures: list[tuple[float, float]] = []
 
     class Recorded(RateLimit):

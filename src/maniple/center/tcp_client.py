@@ -1,7 +1,7 @@
 """The center over TCP, at the worker: one exchange is a series of requests, sent while replies arrive.
 
 If the connection breaks on the way, the worker reconnects and asks the host which items of the exchange were applied.
-Those are not sent again. If the host cannot be reached, the question stays open (`Link.unresolved`): training
+Those are not sent again. If the host cannot be reached at once, the question stays open (`Link.unresolved`): training
 continues, and the question is asked before the next exchange, pull or push.
 """
 
@@ -37,7 +37,7 @@ from maniple.wire.messages import (
     PullChunk,
 )
 
-_NO_PROGRESS_S = 60.0  # of an exchange whose connection breaks again and again
+_SWAP_S = 60.0  # for which a value is computed again because other workers have written it in the meantime
 _SMALL_BYTES = 1 << 16  # values up to this size, and _FEW headers, fit into socket buffers: one thread is enough
 _FEW = 256
 _WINDOW = 256  # pulls sent ahead: enough to hide the latency, few enough that their headers fit into the buffers
@@ -125,6 +125,12 @@ class TcpCenter:
         Raises:
             HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
         """
+        with self.link.exchanging():
+            return self._exchange(model, rule, state, moment)
+
+    def _exchange(
+        self, model: FlatModel, rule: Exchanger, state: Sequence[State] | None, moment: ExchangeInfo
+    ) -> Outcome:
         bytes_before, locked_s = self.link.wire_bytes, LOCK_TIMEOUT_S if moment.is_last else 0.0
         self.link.stream()  # raises HostAway before anything is changed
         with self._passing(model) as chunks:
@@ -243,12 +249,14 @@ class TcpCenter:
         Chunks whose lock the host cannot take are tried again for `locked_s`, and then left out.
         """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
-        waiting, deadline = self._order(), Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+        waiting, deadline = self._order(), None  # since the first break without progress
         locked, locked_deadline = list[int](), Deadline(locked_s, slice_s=BLOCKED_S)
         while waiting:
             unapplied = self._run_once(contribution, waiting, outcome, locked)
             if len(unapplied) < len(waiting):
-                deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+                deadline = None
+            elif deadline is None:
+                deadline = Deadline(self.link.retry_s, slice_s=BLOCKED_S)
             elif deadline.is_over():
                 raise HostAway(f"the connection to the host keeps breaking: {self.link.reason}")
             waiting = unapplied
@@ -283,14 +291,14 @@ class TcpCenter:
     def _swap(self, swap: Swap, *, is_last: bool) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._size_bytes)
         for k in self._order():
-            deadline = Deadline(_NO_PROGRESS_S, slice_s=BLOCKED_S)
+            deadline = Deadline(_SWAP_S, slice_s=BLOCKED_S)
             swap.is_done, torn, locked = False, list[str](), list[int]()
             while not swap.is_done:
                 if deadline.is_over():
                     if locked:
                         break
                     raise WaitedTooLong(
-                        f"waited {_NO_PROGRESS_S:g} s to swap {self.layout.names_in(k)[0]!r}, which other workers "
+                        f"waited {_SWAP_S:g} s to swap {self.layout.names_in(k)[0]!r}, which other workers "
                         "keep writing. Exchange less often, or use a rule that the host applies (easgd, asgd, "
                         "downpour)."
                     )
@@ -318,7 +326,7 @@ class TcpCenter:
 
     def _resolve(self, resolve: Callable[[], list[int]]) -> list[int]:
         try:
-            return retry_until(self.link, resolve, _NO_PROGRESS_S, waits_for_host=False)
+            return retry_until(self.link, resolve, self.link.retry_s, waits_for_host=False)
         except HostAway:
             raise
         except ManipleError as error:

@@ -7,6 +7,7 @@ exchange. From these it knows which contributions it has applied already.
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -61,7 +62,17 @@ class Endpoint:
 
 
 class Link:
-    """A connection in one role: "data", "control" and so on."""
+    """A connection in one role: "data", "control" and so on.
+
+    Attributes:
+        lineage: that of the center at the host; None before the first connection.
+        reason: why there is no connection.
+        sequence: the number of the newest exchange.
+        unresolved: exchanges of which it is unknown what was applied.
+        retry_s: for how long an exchange is continued over connections that break again and again.
+    """
+
+    retry_s = 60.0
 
     def __init__(
         self,
@@ -72,20 +83,19 @@ class Link:
         timeout_s: float = TIMEOUT_S,
         connect_s: float = _CONNECT_S,
         auth_s: float = AUTH_TIMEOUT_S,
-        may_connect: Callable[[], bool] = lambda: True,
         on_restored: Callable[[Welcome], None] = lambda _: None,
     ) -> None:
-        """`may_connect` forbids attempts while it returns False; `on_restored` is called after a reconnect to a host
-        that has restored the center from a snapshot in the meantime."""
+        """`on_restored` is called after a reconnect to a host that has restored the center from a snapshot in the
+        meantime."""
         self.lineage = lineage
-        self.reason = "no attempt was made yet"  # why there is no connection
-        self.sequence = 0  # of the newest exchange
-        self.unresolved: list[Callable[[], list[int]]] = []  # exchanges of which it is unknown what was applied
+        self.reason = "no attempt was made yet"
+        self.sequence = 0
+        self.unresolved: list[Callable[[], list[int]]] = []
         self._pid = os.getpid()
         self._endpoint, self._role, self._timeout_s = endpoint, role, timeout_s
         self._connect_s, self._auth_s = connect_s, auth_s
         self._address = endpoint.address  # of the last attempt
-        self._may_connect, self._on_restored = may_connect, on_restored
+        self._on_restored = on_restored
         self._stream: Stream | None = None
         self._past_bytes = 0  # through earlier connections
         self._restored: int | None = None
@@ -109,22 +119,16 @@ class Link:
         Raises:
             HostAway: the attempt failed, or the backoff after an earlier one has not passed yet.
         """
-        if os.getpid() != self._pid:  # forked: another worker, with another name and sequence
-            self._pid, self._stream, self.sequence, self.unresolved = os.getpid(), None, 0, []
-            self._endpoint = replace(self._endpoint, worker=secrets.token_hex(8))
+        if os.getpid() != self._pid:
+            self._begin_in_child()
         if self._stream is None:
-            if not self._may_connect() or clock.monotonic() < self._next_attempt:
-                raise HostAway(f"the host at {self._address} cannot be reached: {self.reason}")
-            try:
-                self._stream = self._connect()
-            except (OSError, NotAdmitted, BadFrame) as error:
-                if self.lineage is None and not isinstance(error, OSError):
-                    raise  # on first contact the token or the address is wrong, and retrying does not help
-                self.reason = str(error) or type(error).__name__
-                self._next_attempt = clock.monotonic() + self._backoff.next_s()
-                raise HostAway(f"the host at {self._address} cannot be reached: {self.reason}") from error
-            self._backoff.reset()
+            self._stream = self._reconnect()
+            self._stream.set_timeout(self._timeout_s)
         return self._stream
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """For the length of an exchange, treat the connection as the caller's thread needs it; see `TrainingLink`."""
+        return nullcontext()
 
     def request(
         self,
@@ -153,8 +157,11 @@ class Link:
         """Close the connection; the next `stream()` makes a new one."""
         if self._stream is not None:
             self._past_bytes = self.wire_bytes
-            self._stream.abort()
-            self._stream.close()
+            if self._stream.has_stalled:
+                self._stream.discard()
+            else:
+                self._stream.abort()
+                self._stream.close()
             self._stream = None
             self.reason = reason
 
@@ -164,14 +171,38 @@ class Link:
         if stream is not None:
             stream.abort()
 
-    def _connect(self) -> Stream:
-        self._address = self._endpoint.current_address
-        stream = connect(self._address, timeout_s=self._connect_s, tls=self._endpoint.tls)
+    def _begin_in_child(self) -> None:
+        """After a fork, be another worker, with another name and sequence."""
+        self._pid, self._stream, self.sequence, self.unresolved = os.getpid(), None, 0, []
+        self._endpoint = replace(self._endpoint, worker=secrets.token_hex(8))
+
+    def _reconnect(self) -> Stream:
+        """Make one attempt to connect, unless the backoff after an earlier one has not passed yet."""
+        if clock.monotonic() < self._next_attempt:
+            raise self._away()
         try:
-            stream.set_timeout(self._connect_s)
+            stream, welcome = self._attempt(self._connect_s, self._auth_s)
+        except (OSError, NotAdmitted, BadFrame) as error:
+            if self.lineage is None and not isinstance(error, OSError):
+                raise  # on first contact the token or the address is wrong, and retrying does not help
+            self.reason = str(error) or type(error).__name__
+            self._next_attempt = clock.monotonic() + self._backoff.next_s()
+            raise self._away() from error
+        self._backoff.reset()
+        return self._accept(stream, welcome)
+
+    def _away(self) -> HostAway:
+        return HostAway(f"the host at {self._address} cannot be reached: {self.reason}")
+
+    def _attempt(self, connect_s: float, auth_s: float) -> tuple[Stream, Welcome]:
+        """Connect and authenticate. Changes nothing that another thread reads, except for the address."""
+        self._address = self._endpoint.current_address
+        stream = connect(self._address, timeout_s=connect_s, handshake_s=max(connect_s, auth_s), tls=self._endpoint.tls)
+        try:
+            stream.set_timeout(connect_s)
             try:
                 welcome = authenticate(
-                    stream, self._endpoint.token, self._role, self._endpoint.worker, timeout_s=self._auth_s
+                    stream, self._endpoint.token, self._role, self._endpoint.worker, timeout_s=auth_s
                 )
             except ConnectionError as error:
                 hint = "" if self._endpoint.tls else " (if the host uses TLS, give its certificate: --certificate)"
@@ -180,10 +211,13 @@ class Link:
                 raise NotAdmitted(
                     f"it serves another center now (lineage {welcome.lineage}, this worker's is {self.lineage})"
                 )
-            stream.set_timeout(self._timeout_s)
         except BaseException:
             stream.close()
             raise
+        return stream, welcome
+
+    def _accept(self, stream: Stream, welcome: Welcome) -> Stream:
+        """Use a new connection."""
         self.lineage = welcome.lineage
         if self._restored not in {None, welcome.restored}:
             self._on_restored(welcome)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _RESIDENT_BYTES = 32 << 20  # of the center that `center()` keeps mapped in: a large model must fit in memory only once
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, for any number of workers
 _RETRY_S = 0.1  # between two tries of the last exchange with a host that is away
+_UNANNOUNCED_S = 1.0  # absence of the host that is worth no warning: a lost packet, or a restart of the server
 
 
 class WithCenter(Sharing):
@@ -29,7 +30,8 @@ class WithCenter(Sharing):
     """
 
     _center: Center
-    _is_away = False
+    _away_since: float | None = None  # while exchanges fail
+    _is_announced = False
     _has_warned = False  # about parameters whose lock cannot be taken
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
@@ -64,13 +66,14 @@ class WithCenter(Sharing):
             replica.spent_s += cost_s
             # Workers retry at different times, so that they do not all reach a returning host at once.
             replica.pace.failed(cost_s, self._context.environment.rank * _GOLDEN % 1)
-            if not self._is_away:
-                self._is_away = True
+            self._away_since = begin if self._away_since is None else self._away_since
+            if not self._is_announced and clock.monotonic() - self._away_since > _UNANNOUNCED_S:
+                self._is_announced = True
                 self._context.events.write("away", reason=str(error))
                 warnings.warn(f"{error}. Training continues; exchanges are tried again", stacklevel=4)
             self._context.check_host(replica)
             return
-        self._is_away = False
+        self._away_since, self._is_announced = None, False
         replica.progress.exchange(outcome)
         replica.count_exchange(cost_s, outcome.size_bytes)
         if replica.is_primary and samples.shards:
@@ -133,6 +136,6 @@ class WithCenter(Sharing):
         if self.replica.steps_since_exchange and not self.replica.is_center:
             self._exchange(is_last=True)
             deadline = Deadline(timeout_s)
-            while self._is_away and not self._context.host.is_over and not deadline.is_over():
+            while self._away_since is not None and not self._context.host.is_over and not deadline.is_over():
                 clock.sleep(_RETRY_S)
                 self._exchange(is_last=True)

@@ -9,7 +9,7 @@ from maniple.rules.asgd import ASGD
 from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
-from maniple.rules.kernels import warm_up
+from maniple.rules.kernels import warm_up, warm_up_in_background
 from maniple.rules.rule import Rule, changed, settings_of
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "parse_rule",
     "settings_of",
     "warm_up",
+    "warm_up_in_background",
 ]
 
 RULES: dict[str, type[Rule]] = {

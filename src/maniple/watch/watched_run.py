@@ -271,7 +271,9 @@ class Steering:
     def _send(self, command: str, timeout_s: float, data: bytes = b"") -> str:
         endpoint, address = self._endpoint, self._endpoint.current_address
         try:
-            with closing(connect(address, timeout_s=_COMMAND_CONNECT_S, tls=endpoint.tls)) as stream:
+            with closing(
+                connect(address, timeout_s=_COMMAND_CONNECT_S, handshake_s=_COMMAND_CONNECT_S, tls=endpoint.tls)
+            ) as stream:
                 authenticate(stream, endpoint.token, "watch", endpoint.worker, timeout_s=_COMMAND_CONNECT_S)
                 stream.set_timeout(timeout_s)
                 stream.send(WatcherCommand(command, self._who), data)

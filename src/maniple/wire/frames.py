@@ -12,14 +12,11 @@ A header that is not one of the known messages is refused. Nothing that arrives 
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import socket
 import struct
-import termios
 import weakref
-from array import array
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import msgspec
@@ -30,6 +27,7 @@ from maniple.contracts import Array
 from maniple.errors import BadFrame
 from maniple.wire.address import Address
 from maniple.wire.messages import MESSAGE_TYPES, Message
+from maniple.wire.progress import progress_of
 
 if TYPE_CHECKING:
     import ssl
@@ -44,6 +42,7 @@ _BUFFER_BYTES = 4 << 20
 _SEND_BYTES = 4 << 20  # limit of one sendmsg call, so that `sent_bytes` grows visibly on a slow line
 _BLOCK = 1 << 15  # elements copied at once, so that they stay in the cache
 _UNACKNOWLEDGED_MS = 10_000  # of sent data, after which the kernel considers the peer's machine or network dead
+LOOKS = 5  # at the progress of a connection within its timeout: a stall is found at most 1/5 of the timeout late
 
 Buffer = Any  # bytes, an array, or anything else with the buffer protocol
 _encoder = msgspec.msgpack.Encoder()
@@ -51,7 +50,7 @@ _opened: "weakref.WeakSet[Stream]" = weakref.WeakSet()  # closed in forked child
 
 
 class Stalled(ConnectionError):
-    """No byte was received or sent within the timeout."""
+    """Nothing was received, and nothing that was sent was acknowledged, within the timeout."""
 
 
 class SocketLike(Protocol):
@@ -60,13 +59,19 @@ class SocketLike(Protocol):
     def sendmsg(self, buffers: list[Any], /) -> int: ...
     def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int: ...
     def fileno(self) -> int: ...
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
     def setsockopt(self, level: int, name: int, value: Any, /) -> None: ...
     def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
 
 
 class Stream:
-    """Sends and receives frames over one connection. One thread may send while another receives."""
+    """Sends and receives frames over one connection. One thread may send while another receives.
+
+    Attributes:
+        sent_bytes, received_bytes: the traffic so far.
+        has_stalled: a call has raised Stalled.
+    """
 
     def __init__(self, pipe: SocketLike, *, max_payload_bytes: int = 1 << 62) -> None:
         self._pipe = pipe
@@ -75,15 +80,26 @@ class Stream:
         self._header = memoryview(bytearray(1024))
         self._block = np.empty(0, np.uint8)
         self.sent_bytes = self.received_bytes = 0
+        self.has_stalled = False
         _opened.add(self)
-        self._timeout_s = 0.0
+        self._timeout_s = self._blocked_s = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Raise Stalled from now on when no byte is sent or received for `timeout_s`."""
-        if timeout_s != self._timeout_s:
-            self._timeout_s = timeout_s
+        """Raise Stalled from now on when the connection makes no progress for `timeout_s`.
+
+        A packet that arrives is progress, and so is a sent packet that the other side acknowledges: on a slow line, a
+        large message is on its way for longer than the timeout. A crowded line is given the time to lose a packet, and
+        the packet that repeats it.
+        """
+        self._timeout_s = timeout_s
+        self._block_for(timeout_s / LOOKS)
+
+    def _block_for(self, blocked_s: float) -> None:
+        """Limit how long one call of the kernel blocks."""
+        if blocked_s != self._blocked_s:
+            self._blocked_s = blocked_s
             # Timeouts of the kernel on a blocking socket save the poll() call of Python's own timeouts.
-            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or (0 if timeout_s >= 1 else 1))
+            limit = struct.pack("ll", int(blocked_s), int(blocked_s % 1 * 1e6) or (0 if blocked_s >= 1 else 1))
             self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -92,16 +108,19 @@ class Stream:
         views = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]  # empty: cast fails
         size = sum(view.nbytes for view in views)
         waiting: list[Any] = [memoryview(encode(message, size)), *views]
-        try:
-            while waiting:
+        self._block_for(self._timeout_s / LOOKS)
+        stall = _Stall()
+        while waiting:
+            try:
                 sent = self._pipe.sendmsg(_next_buffers(waiting))
-                self.sent_bytes += sent
-                while waiting and sent >= waiting[0].nbytes:
-                    sent -= waiting.pop(0).nbytes
-                if sent:
-                    waiting[0] = waiting[0][sent:]
-        except BlockingIOError:
-            raise Stalled(f"the other side has accepted no byte for {self._timeout_s:g} s") from None
+            except BlockingIOError:
+                self._look(stall, "accepted")
+                continue
+            self.sent_bytes += sent
+            while waiting and sent >= waiting[0].nbytes:
+                sent -= waiting.pop(0).nbytes
+            if sent:
+                waiting[0] = waiting[0][sent:]
 
     def receive(
         self, *, max_header_bytes: int = MAX_HEADER_BYTES, deadline: Deadline | None = None
@@ -158,7 +177,7 @@ class Stream:
             deadline = Deadline(1.0)
             waste = memoryview(bytearray(1 << 16))
             while not deadline.is_over():
-                self.set_timeout(deadline.left_s())
+                self._block_for(deadline.left_s())
                 if not self._pipe.recv_into(waste, waste.nbytes, 0):
                     return
 
@@ -167,46 +186,63 @@ class Stream:
         with contextlib.suppress(OSError):
             self._pipe.shutdown(socket.SHUT_RDWR)
 
+    def discard(self) -> None:
+        """Close a connection that is broken, and discard what was sent and not acknowledged.
+
+        The kernel would try to deliver it for some more seconds, and delay what follows on a slow line that is back.
+        """
+        self.abort()
+        with contextlib.suppress(OSError):
+            self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
     def close(self) -> None:
         """Close the socket."""
         with contextlib.suppress(OSError):
             self._pipe.close()
 
-    def _acknowledged_bytes(self) -> int:
-        """The sent bytes that have left this machine's send buffer."""
-        waiting = array("i", [0])
-        try:
-            fcntl.ioctl(self._pipe.fileno(), termios.TIOCOUTQ, waiting)
-        except (OSError, ValueError):  # another thread has closed it
-            return 0
-        return self.sent_bytes - waiting[0]
+    def _look(self, stall: "_Stall", verb: str) -> None:
+        """Call it when a call of the kernel has timed out; Stalled after the last look without progress."""
+        progress = progress_of(self._pipe)
+        count = *progress.packets, self.received_bytes, self.sent_bytes
+        # The first look has none before it to compare with. It counts: a call has just waited in vain.
+        stall.looks = stall.looks + 1 if stall.count in {None, count} else 0
+        stall.count = count
+        if stall.looks >= LOOKS and stall.looks * self._blocked_s >= progress.patience_s:
+            self.has_stalled = True
+            raise Stalled(f"the other side has {verb} no byte for {self._timeout_s:g} s")
 
     def _fill(self, view: memoryview, deadline: Deadline | None) -> None:
-        acknowledged, is_first = self.sent_bytes, True
+        stall = _Stall()
         while view.nbytes:
-            if deadline is not None:
-                self.set_timeout(deadline.left_s())
+            self._block_for(self._timeout_s / LOOKS if deadline is None else deadline.left_s())
             try:
                 count = self._pipe.recv_into(view, min(view.nbytes, 1 << 30), 0 if deadline else socket.MSG_WAITALL)
             except BlockingIOError:
-                # While another thread still sends, the peer may be busy receiving and reply later: that is progress.
-                before, acknowledged = acknowledged, self._acknowledged_bytes()
-                is_sending = acknowledged > before or (is_first and acknowledged < self.sent_bytes)
-                is_first = False
-                if is_sending and deadline is None:
+                if deadline is None:
+                    self._look(stall, "sent")
                     continue
-                raise Stalled(f"the other side has sent no byte for {self._timeout_s:g} s") from None
+                self.has_stalled = True
+                raise Stalled("the other side has not answered in time") from None
             if not count:
                 raise ConnectionResetError("the other side has closed the connection")
             self.received_bytes += count
             view = view[count:]
 
 
-def connect(address: Address, *, timeout_s: float, tls: "ssl.SSLContext | None" = None) -> Stream:
-    """Connect to `address`, or raise OSError within `timeout_s`."""
+class _Stall:
+    """What one call knows of a connection that may have stalled."""
+
+    def __init__(self) -> None:
+        self.looks = 0  # in a row, without progress
+        self.count: tuple[int, ...] | None = None  # at the last look
+
+
+def connect(address: Address, *, timeout_s: float, handshake_s: float, tls: "ssl.SSLContext | None" = None) -> Stream:
+    """Connect to `address`, or raise OSError within `timeout_s`, and within `handshake_s` for TLS."""
     link = address.connect(timeout_s)
     try:
-        return Stream(configure_socket(link, tls, timeout_s=timeout_s))
+        return Stream(configure_socket(link, tls, timeout_s=handshake_s))
     except BaseException:
         link.close()
         raise

@@ -28,6 +28,8 @@ class TlsSocket:
         self._tls = context.wrap_bio(self._encrypted, self._outgoing, server_side=is_host)
         self._lock = threading.Lock()  # for the BIOs and the TLS state
         self._send_lock = threading.Lock()  # records must leave in the order of their encryption
+        self._unsent = memoryview(b"")  # encrypted, and not accepted by the socket yet
+        self._taken = 0  # bytes that the last `sendmsg` has encrypted, if it has not sent all of them
         deadline = Deadline(timeout_s, slice_s=timeout_s)
         while True:
             connection.settimeout(deadline.left_s())
@@ -45,13 +47,16 @@ class TlsSocket:
         connection.settimeout(None)
 
     def sendmsg(self, buffers: list[Any], /) -> int:
-        """Encrypt and send the beginning of `buffers`; return how many bytes were sent."""
-        piece = buffers[0][:_CHUNK_BYTES]
+        """Encrypt and send the beginning of `buffers`; return how many bytes were sent.
+
+        After BlockingIOError, call it with the same buffers again: what was encrypted already is sent first.
+        """
         with self._send_lock:
-            with self._lock:
-                sent = self._tls.write(piece)
-                data = self._outgoing.read()
-            self._socket.sendall(data)
+            if not self._taken:
+                with self._lock:
+                    self._taken = self._tls.write(buffers[0][:_CHUNK_BYTES])
+            self._send_encrypted()
+            sent, self._taken = self._taken, 0
         return sent
 
     def recv_into(self, buffer: memoryview, size: int, flags: int, /) -> int:
@@ -74,6 +79,9 @@ class TlsSocket:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        return self._socket.getsockopt(level, name, size)
+
     def setsockopt(self, level: int, name: int, value: Any, /) -> None:
         self._socket.setsockopt(level, name, value)
 
@@ -94,10 +102,18 @@ class TlsSocket:
 
     def _flush(self) -> None:
         with self._send_lock:
+            self._send_encrypted()
+
+    def _send_encrypted(self) -> None:
+        """Send all that is encrypted, in order; the caller holds `_send_lock`."""
+        while True:
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
             with self._lock:
                 data = self._outgoing.read()
-            if data:
-                self._socket.sendall(data)
+            if not data:
+                return
+            self._unsent = memoryview(data)
 
 
 def host_context(certificate: Path, key: Path) -> ssl.SSLContext:

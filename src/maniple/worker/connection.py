@@ -13,15 +13,16 @@ from maniple.adapters import Adapter
 from maniple.center import Segment, SharedCenter
 from maniple.center.tcp_client import TcpCenter, find_layout
 from maniple.clock import Deadline, clock
-from maniple.connection.link import Endpoint, Link
+from maniple.connection.link import Endpoint
 from maniple.connection.retry import retry_until
+from maniple.connection.training_link import TrainingLink
 from maniple.contracts import Center
 from maniple.environment import Environment
 from maniple.errors import InvalidArgument, PeerLost
 from maniple.memory.locks import held_by
 from maniple.memory.segment import DEAD, LEFT, LIVE, NEVER, CenterFile
 from maniple.record import Events, RunFolder
-from maniple.rules import Rule, warm_up
+from maniple.rules import Rule, warm_up_in_background
 from maniple.sampler import LeaseTable, LeaseTerms, Lender
 from maniple.sampler.remote_leases import RemoteLender
 from maniple.settings.options import with_joining_settings
@@ -120,7 +121,7 @@ class LocalConnection(_Connection):
         center, is_creator = SharedCenter.open_or_create(
             self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule), state=rule.center_state
         )
-        warm_up(list(center.layout.sizes))  # in shared memory the worker computes exchanges
+        warm_up_in_background(center.layout.sizes)  # in shared memory the worker computes exchanges
         return center, is_creator
 
     def _await_center(self, name: str) -> None:
@@ -180,14 +181,8 @@ class RemoteConnection(_Connection):
         self._lock_file = Path(tempfile.gettempdir()) / f"maniple-{self.status.lineage}-{os.getuid()}.lock"
         self._lenders: list[ControllerClient] = []
         self.events = Events(None, sink=self.status.write, worker=reply.rank)
-        self._link = Link(
-            self._endpoint,
-            "data",
-            lineage=self.status.lineage,
-            may_connect=lambda: self.status.is_connected,
-            on_restored=self._warn_restored,
-        )
-        self.status.on_away = self._link.abort  # an exchange in progress fails at once
+        self._link = TrainingLink(self._endpoint, lineage=self.status.lineage, on_restored=self._warn_restored)
+        self.status.on_away = self._link.abort  # a pull or push in progress is repeated at once
         self.status.start()
 
     def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
@@ -233,7 +228,7 @@ class RemoteConnection(_Connection):
 
     def leave(self, *, is_early: bool, **row: Any) -> None:
         self.events.write("leave", **row)
-        self._link.drop("this worker has left")
+        self._link.close("this worker has left")
         for client in self._lenders:
             client.close()
         # A worker that ends because its host is gone has waited for it long enough.

@@ -1,8 +1,7 @@
 """Heartbeats: once a second a worker reports to its host, which answers with the live workers and whether to stop.
 
-Heartbeats have their own thread and connection, so that exchanges never delay them. Only this thread reconnects to a
-host that is away: training never waits for that. The host sets the interval (`host/heartbeat_service`). A worker on
-another machine also sends the rows of its record here.
+Heartbeats have their own thread and connection, so that exchanges never delay them. The host sets the interval
+(`host/heartbeat_service`). A worker on another machine also sends the rows of its record here.
 """
 
 import math

@@ -6,7 +6,11 @@ Both give the same results to the bit.
 import functools
 import importlib
 import importlib.util
+import logging  # noqa: F401  # pyright: ignore[reportUnusedImport] - see _ForkGuard
+import os
+import threading
 import warnings
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -32,6 +36,10 @@ class Kernels(Protocol):
         ...
 
 
+_wanted: set[str] = set()  # dtypes whose kernels are to be loaded
+_loaded: set[str] = set()
+_loading = threading.RLock()  # held meanwhile
+_FORK_S = 10.0  # for which a fork waits for that: to compile the kernels takes 5 s on a busy machine
 active: Kernels | None = None  # None before the first use; NumPy's while the compiled ones are being loaded
 
 
@@ -61,20 +69,60 @@ def compiled(module: str) -> Any:
         return None
 
 
-def warm_up(dtypes: list[str]) -> None:
+def warm_up(dtypes: Iterable[str]) -> None:
     """Compile or load the kernels for `dtypes` now, so that the first exchange is as fast as the others.
 
     Other threads use the NumPy kernels until that is done.
     """
     global active  # noqa: PLW0603 - there is one set of kernels in a process
-    active = cast(Kernels, blocks)
-    try:
-        fastest = cast(Kernels, compiled("maniple.rules.kernels.numba_kernels") or blocks)
-        for dtype in dtypes:
-            x, c, old = (np.zeros(1, dtype) for _ in range(3))
-            fastest.elastic(x, c, 0.5, 0.5)
-            fastest.blend(x, c, 0.5, 0.5)
-            fastest.difference(x, c, old, 1.0)
-            fastest.staged(x, c, old, np.zeros(1, np.int64), operation=blocks.BLEND, a=1, b=1, answer=0)
-    finally:
-        activate()
+    _wanted.update(dtypes)
+    with _loading:
+        active = cast(Kernels, blocks)
+        try:
+            fastest = cast(Kernels, compiled("maniple.rules.kernels.numba_kernels") or blocks)
+            while _wanted and threading.main_thread().is_alive():  # else the process is ending
+                _call_all(fastest, dtype := _wanted.pop())
+                _loaded.add(dtype)
+        finally:
+            activate()
+
+
+def warm_up_in_background(dtypes: Iterable[str]) -> None:
+    """Do what `warm_up` does in a background thread: that takes half a second, and seconds on first use.
+
+    The end of the process waits for the thread, since a thread that is stopped inside of the compiler may crash it.
+    """
+    global active  # noqa: PLW0603 - there is one set of kernels in a process
+    if missing := set(dtypes) - _loaded:
+        active = cast(Kernels, blocks)
+        threading.Thread(target=warm_up, args=(missing,), name="maniple-kernels").start()
+
+
+def _call_all(kernels: Kernels, dtype: str) -> None:
+    x, c, old = (np.zeros(1, dtype) for _ in range(3))
+    kernels.elastic(x, c, 0.5, 0.5)
+    kernels.blend(x, c, 0.5, 0.5)
+    kernels.difference(x, c, old, 1.0)
+    kernels.staged(x, c, old, np.zeros(1, np.int64), operation=blocks.BLEND, a=1, b=1, answer=0)
+
+
+class _ForkGuard:
+    """Lets a fork wait until the kernels are loaded: a child that was forked during an import could never repeat it.
+
+    The wait is limited, in case that another hook of the fork holds a lock that the import needs. `logging` has such a
+    hook. It is imported above, and so its hook runs after this one.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._release)
+
+    def _acquire(self) -> None:
+        self._is_held = _loading.acquire(timeout=_FORK_S)
+
+    def _release(self) -> None:
+        if self._is_held:
+            _loading.release()
+
+
+_ForkGuard()
