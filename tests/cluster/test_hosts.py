@@ -12,16 +12,17 @@ from maniple.record import read_events
 from tests.cluster.slurm import Cluster
 from tests.waiting import await_
 
-TRAINING = """
+STEP_S = 0.02  # at least
+TRAINING = f"""
 import sys, time, numpy as np, maniple
 worker = maniple.join()
-params = {"w": np.zeros(1000)}
+params = {{"w": np.zeros(1000)}}
 replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
 drawn = worker.sampler(range(4000), balance=True)
 for index in drawn:
     params["w"] += 1
     replica.step()
-    time.sleep(0.02)
+    time.sleep({STEP_S})
 """
 
 
@@ -63,10 +64,12 @@ def test_one_host_is_cut_off_and_back_and_another_is_gone_for_good(cluster: Clus
     cluster.heal(3)
     back = steps(1)
     await_(lambda: is_alive() and steps(1) > back, timeout_s=60)
+    cut_s = time.monotonic() - begin
     cluster.off(4)
     assert run.wait(180) == 0, said()
     assert "worker 2 is lost (h4 cannot be reached)" in said()
     center = load_file(folder / "center" / "center-0.safetensors")["w"]
     assert center.min() == center.max() >= 4000, "a sample was lost"  # what the dead host had drawn is drawn again
-    assert center.max() < 4000 + 500
+    # Beyond that: a lease of each host that was away at most; and the one that was cut off has trained meanwhile.
+    assert center.max() < 4000 + 500 + cut_s / STEP_S
     cluster.boot(4)

@@ -85,10 +85,9 @@ class Server:
             finished = finish_all(self._segment)
             self._sessions.staging.remove_leftovers()
             self._workers.expect_returns(HEARTBEAT_TIMEOUT_S)
-            threads = [threading.Thread(target=self._accept, args=(one,), daemon=True) for one in listeners]
-            for thread in threads:
-                thread.start()
-            self._events.write("serving", finished=finished, restored=self._restored.count)
+            self._events.write("serving", finished=finished, restored=self._restored.count)  # before the first "joined"
+            for listener in listeners:
+                threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             if any(one.family != socket.AF_UNIX for one in listeners):  # else values are exchanged in shared memory
                 warm_up(["float32", "float64"])
             self._over.wait()
