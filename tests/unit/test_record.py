@@ -320,6 +320,14 @@ def test_tail_gives_nothing_twice_at_its_close(tmp_path):
     assert tail.close() == []
 
 
+def test_tail_that_is_dropped_keeps_no_file_open(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\n")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        assert Tail(tmp_path / "log").lines() == [b"one"]
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 20
+
+
 # The run folder
 
 

@@ -80,8 +80,10 @@ class Server:
 
     def run(self, listeners: list[socket.socket]) -> None:
         """Finish what a killed predecessor had begun, then serve connections until the run is over."""
-        guard = ByteLocks(self._segment.path / "server")
-        with guard.hold(0, timeout_s=10, what="the end of another server of this run"):
+        with (
+            contextlib.closing(ByteLocks(self._segment.path / "server")) as guard,
+            guard.hold(0, timeout_s=10, what="the end of another server of this run"),
+        ):
             finished = finish_all(self._segment)
             self._sessions.staging.remove_leftovers()
             self._workers.expect_returns(HEARTBEAT_TIMEOUT_S)

@@ -14,6 +14,7 @@ import os
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import zip_longest
@@ -183,6 +184,7 @@ class Tail:
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._close = weakref.finalize(self, os.close, self._file)  # readers of many runs drop their tails
                 os.lseek(self._file, self._start, os.SEEK_SET)
             return os.read(self._file, 1 << 20)
         except OSError:  # a file system that does not answer must not end a reader
@@ -199,7 +201,7 @@ class Tail:
         """Stop following; returns the remaining lines, including an unfinished last one."""
         last = self.lines()
         if self._file is not None:
-            os.close(self._file)
+            self._close()
             self._file = None
         rest, self._rest = self._rest, b""
         return [*last, rest] if rest else last
