@@ -204,9 +204,10 @@ class Layout:
         hit = sorted(set(np.searchsorted(ends, positions, side="right").tolist()))
         return [self.entries[parts[j].entry].name for j in hit]
 
-    def has_half(self, k: int) -> bool:
-        """Whether chunk k has an entry that replicas keep in half precision."""
-        return any(self.is_half(part.entry) for part in self.chunks[k].parts)
+    @functools.cached_property
+    def half_chunks(self) -> frozenset[int]:
+        """The chunks that have an entry which replicas keep in half precision."""
+        return frozenset(k for k, c in enumerate(self.chunks) if any(self.is_half(part.entry) for part in c.parts))
 
     def round_chunk(self, k: int, value: Array) -> None:
         """Round the flat `value` of chunk k in place to what a replica can hold."""

@@ -42,6 +42,10 @@ class ErrorFeedback:
         codec = get_codec(wire)
         self._layout = layout
         self._codecs = [codec if c.dtype in {"float32", "float64"} else _UNCOMPRESSED for c in layout.chunks]
+        self._sizes = [
+            one.size_bytes(c.size, np.dtype(c.dtype).itemsize)
+            for one, c in zip(self._codecs, layout.chunks, strict=True)
+        ]
         self._errors: list[Array] | None = None  # allocated on first use
         self._outgoing = self._incoming = np.empty(0, np.uint8)
 
@@ -51,8 +55,7 @@ class ErrorFeedback:
 
     def size_bytes(self, k: int, *, is_plain: bool = False) -> int:
         """The size of chunk k on the wire."""
-        chunk = self._layout.chunks[k]
-        return self.codec(k, is_plain=is_plain).size_bytes(chunk.size, np.dtype(chunk.dtype).itemsize)
+        return self._layout.chunks[k].size_bytes if is_plain else self._sizes[k]
 
     def compress(self, k: int, x: Array) -> Array:
         """Compress `x` and the error of the last message; keep the new error."""

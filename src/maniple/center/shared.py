@@ -57,7 +57,6 @@ class SharedCenter:
         self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
         self._size_bytes = self.layout.size_bytes
-        self._is_half = [self.layout.has_half(k) for k in range(len(self._arrays))]
         self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._locks = ByteLocks(path)
 
@@ -111,16 +110,16 @@ class SharedCenter:
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center."""
         own_scalars = state is not None and any(value.size == 1 for value in state[0].values())
-        at_center = self.state.chunks
+        at_center, half = self.state.chunks, self.layout.half_chunks
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
             moment.staleness = max(0, self._versions[k] - self._seen[k]) // 2
             kept = at_center[k] if state is None else state[k] if not at_center[k] else at_center[k] | state[k]
             # Rounding and scalars need the chunk as a whole; else its pieces are exchanged where they are.
-            if self._is_half[k] or self._has_scalars or own_scalars:
+            if k in half or self._has_scalars or own_scalars:
                 x = chunks.array(k)
                 found = rule.exchange(x, c, kept, moment)
-                if self._is_half[k]:
+                if k in half:
                     round_replica(self.layout, k, x, rule, kept if state is not None else None)
                 return found
             refused: list[Array] = []
@@ -152,7 +151,7 @@ class SharedCenter:
             if state_copy is not None:
                 for name, value in self.state.chunks[k].items():
                     state_copy[k][name][:] = value
-            if self._is_half[k]:
+            if k in self.layout.half_chunks:
                 self.layout.round_chunk(k, x)
             if on_value is not None:
                 on_value(k, x)
@@ -418,7 +417,7 @@ def visiting_order(count: int, rank: int, live: int) -> list[int]:
 
 def round_replica(layout: Layout, k: int, x: Array, rule: Exchanger, state: State | None) -> None:
     """Round a replica's new value `x` of chunk k where the replica holds half precision; `state` is the worker's."""
-    if layout.has_half(k):
+    if k in layout.half_chunks:
         layout.round_chunk(k, x)
         if state is not None:
             rule.rounded(x, state)

@@ -2,10 +2,10 @@
 
 Each connected worker has a staging file in the segment, which works like a write-ahead log:
 
-    0       head     row in the table of applied numbers, state, progress, bytes of the intent
+    0       head     row in the table of applied numbers, state, progress, bytes of the intent, bytes of the block
     64      intent   what is being applied (MessagePack)
     4096    block    the part of the center that is being replaced
-    36864   value    the value as it arrived
+    36864   value    the value as it arrived (the block has up to 32,768 bytes)
 
 The host writes value and intent, then sets the state, then applies the value block by block and counts the blocks in
 `progress`. If it is killed, the next process that locks the chunk, or the next host, completes the intent from
@@ -53,10 +53,9 @@ _TABLE_ROW = np.dtype([("applied", "<i8"), ("disconnected", "<i8"), ("name", "S3
 
 _PREFIX = "stage-"
 _PAGE = 4096
-_ROW, _STATE, _PROGRESS, _INTENT_BYTES = range(4)  # of the head, as int64; a memoryview is faster than a record
+_ROW, _STATE, _PROGRESS, _INTENT_BYTES, _BLOCK_BYTES = range(5)  # int64 words of the head
 _INTENT = 64
-_BLOCK_BYTES = 1 << 15  # a block, its value and its result stay in the L2 cache
-_VALUE = _PAGE + _BLOCK_BYTES
+_VALUE = _PAGE + blocks.STAGED_BYTES  # NumPy's blocks are the largest
 
 
 def applied_number(sequence: int, items: int) -> int:
@@ -305,11 +304,13 @@ class StagingFile:
         self._memory[_INTENT : _INTENT + len(data)] = data
         self._head[_INTENT_BYTES] = len(data)
         self._head[_PROGRESS] = 0
+        self._head[_BLOCK_BYTES] = kernels().STAGED_BYTES
         self._head[_STATE] = 1
         center.begin_write(intent.chunk)
 
     def _apply(self, array: Array, value: Array, intent: Intent, answer: int) -> bool:
-        block = np.frombuffer(self._memory, array.dtype, _BLOCK_BYTES // array.itemsize, _PAGE)
+        # `progress` counts blocks of this size: another process, perhaps with other kernels, may have begun.
+        block = np.frombuffer(self._memory, array.dtype, self._head[_BLOCK_BYTES] // array.itemsize, _PAGE)
         staged = kernels().staged if array.dtype.kind == "f" else blocks.staged
         operation = {"elastic": blocks.ELASTIC, "blend": blocks.BLEND}.get(intent.operation, blocks.REPLACE)
         return staged(value, array, block, self._progress, operation=operation, a=intent.a, b=intent.b, answer=answer)

@@ -11,7 +11,7 @@ import math
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,7 +101,7 @@ class CenterService:
         self._segment, self._worker, self._rank = segment, worker, rank
         self._included, self._recalled, self._save = included, recalled, save
         self._files, self._quota = staging, quota
-        with session.active():
+        with session:
             self._staging = staging.open(worker, quota.take)
         self._centers: OrderedDict[str, SharedCenter] = OrderedDict()  # the least recently used first
         self._handlers: dict[type, Callable[[Any, int], None]] = {
@@ -125,7 +125,7 @@ class CenterService:
             self._handlers.clear()  # breaks the reference cycle, so that memory is freed at once
             while self._centers:
                 self._close_oldest()
-            with contextlib.suppress(Superseded), self._session.active():
+            with contextlib.suppress(Superseded), self._session:
                 self._files.retire(self._worker, self._staging)
             self._staging.close()
 
@@ -160,7 +160,7 @@ class CenterService:
         _check_size(size, codec.size_bytes(array.size, array.itemsize))
         _check_operation(array, message.operation, message.a, message.b)
         self._finish_pending()
-        with self._session.active():
+        with self._session:
             value = _receive_value(self._stream, self._staging, codec, array)
 
         def apply() -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ class CenterService:
             raise BadFrame(f"{message.operation!r} with the answer {message.answer!r} is not for the state of a rule.")
         _check_size(size, center.layout.record_bytes(k))
         self._finish_pending()
-        with self._session.active():
+        with self._session:
             value = self._staging.reserve(size)
             self._stream.receive_into(value)
 
@@ -289,14 +289,15 @@ class CenterService:
         """
         deadline = Deadline(LOCK_TIMEOUT_S)
         with self._session.lock_queue.turn((center.name, k), deadline, lambda: center.describe_lock(k)):
-            stuck = Deadline(STUCK_S)
+            stuck: Deadline | None = None
             while True:
-                with self._session.active():
+                with self._session:
                     if center.try_lock(k):
                         try:
                             return call()
                         finally:
                             center.unlock(k)
+                    stuck = stuck or Deadline(STUCK_S)
                     if if_stuck is not None and not center.is_array and center.is_stuck(k, stuck):
                         return if_stuck()
                 deadline.wait(center.describe_lock(k))
@@ -459,13 +460,15 @@ class WorkerSession:
         self.stream, self.lock, self.lock_queue = stream, lock, lock_queue
         self._is_superseded = False
 
-    @contextlib.contextmanager
-    def active(self) -> Generator[None]:
+    def __enter__(self) -> None:
         """Keep newer sessions from starting for the length of a `with` block; Superseded if one has started."""
-        with self.lock:
-            if self._is_superseded:
-                raise Superseded("the worker has reconnected")
-            yield
+        self.lock.acquire()
+        if self._is_superseded:
+            self.lock.release()
+            raise Superseded("the worker has reconnected")
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
 
     def supersede(self) -> None:
         """End the session, once it has completed what it is applying."""

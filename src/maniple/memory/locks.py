@@ -92,30 +92,53 @@ class LockQueue:
         self._mutex = threading.Lock()
         self._waiting: dict[Hashable, deque[threading.Lock]] = {}
 
-    @contextmanager
-    def turn(self, lock: Hashable, deadline: Deadline, what: Callable[[], str]) -> Generator[None]:
+    def turn(self, lock: Hashable, deadline: Deadline, what: Callable[[], str]) -> "_Turn":
         """Be the only thread that waits for or holds `lock`, for the length of a `with` block.
 
         `deadline` has a slice of 1 s, longer than this thread blocks at once; `what` describes the lock for its error.
         """
-        gate = threading.Lock()  # held until this thread is the first
+        return _Turn(self, lock, deadline, what)
+
+    def join(self, lock: Hashable) -> tuple[threading.Lock, bool]:
+        """Join the queue for `lock`; return a gate that is opened later, and whether it is this thread's turn now."""
+        gate = threading.Lock()
         with self._mutex:
             queue = self._waiting.setdefault(lock, deque())
             queue.append(gate)
-            is_first = queue[0] is gate
             gate.acquire()
+            return gate, len(queue) == 1
+
+    def leave(self, lock: Hashable, gate: threading.Lock) -> None:
+        """Leave the queue, after this thread's turn or before, and open the gate of the one that is first then."""
+        with self._mutex:
+            queue = self._waiting[lock]
+            was_first = queue[0] is gate
+            queue.remove(gate)
+            if was_first and queue:
+                queue[0].release()
+            elif not queue:
+                del self._waiting[lock]
+
+
+class _Turn:
+    """A thread's turn at a lock. A class, since a generator costs three times as much for each chunk of an exchange."""
+
+    __slots__ = ("_deadline", "_gate", "_lock", "_queue", "_what")
+
+    def __init__(self, queue: LockQueue, lock: Hashable, deadline: Deadline, what: Callable[[], str]) -> None:
+        self._queue, self._lock, self._deadline, self._what = queue, lock, deadline, what
+
+    def __enter__(self) -> None:
+        self._gate, is_first = self._queue.join(self._lock)
         try:
-            while not is_first and not gate.acquire(timeout=0.5):
-                deadline.check(what)
-            yield
-        finally:
-            with self._mutex:
-                was_first = queue[0] is gate
-                queue.remove(gate)
-                if was_first and queue:
-                    queue[0].release()
-                elif not queue:
-                    del self._waiting[lock]
+            while not is_first and not self._gate.acquire(timeout=0.5):
+                self._deadline.check(self._what)
+        except BaseException:
+            self._queue.leave(self._lock, self._gate)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.leave(self._lock, self._gate)
 
 
 def is_locked(file: int, byte: int) -> bool:

@@ -14,6 +14,8 @@ from numba.extending import intrinsic
 
 from maniple.contracts import Array
 
+STAGED_BYTES = 1 << 12  # a block, its result, and both values stay in the L1 cache, also if all are aligned to pages
+
 # Of fast maths, only sums may be reordered. The one sum is `doubt`, which needs it to vectorise. Every other operation
 # is rounded as written, so that the results are bit-equal to those of NumPy.
 _compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
@@ -64,12 +66,12 @@ def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
 
 
 def _fence_code(typing: Any) -> Any:
-    """Neither compiler nor processor may move a read or write across it."""
+    """Neither compiler nor processor may move a write across it: another process sees writes in this order."""
     del typing
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         del signature, arguments
-        builder.fence("seq_cst")
+        builder.fence("acq_rel")
         return context.get_dummy_value()
 
     return types.void(), code

@@ -8,6 +8,7 @@ import numpy as np
 
 from maniple.contracts import Array, State
 
+STAGED_BYTES = 1 << 15  # a block, its value and its result stay in the L2 cache
 BLOCK = 1 << 16  # elements: small enough for the cache, large enough that NumPy's cost per call does not count
 
 ELASTIC, BLEND, REPLACE = range(3)  # operations of `staged`
