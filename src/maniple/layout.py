@@ -162,6 +162,18 @@ class Layout:
             parts.append(Part(i, at - start, stop - start, at - first))
         yield Chunk(dtype, first, self.sizes[dtype], tuple(parts))
 
+    def runs(self, at_most_bytes: int) -> list[range]:
+        """All chunks, in runs of consecutive ones with the same dtype of up to this size in all."""
+        runs, size = list[range](), 0
+        for k, chunk in enumerate(self.chunks):
+            size += chunk.size_bytes
+            if runs and size <= at_most_bytes and chunk.dtype == self.chunks[k - 1].dtype:
+                runs[-1] = range(runs[-1].start, k + 1)
+            else:
+                runs.append(range(k, k + 1))
+                size = chunk.size_bytes
+        return runs
+
     def allocate(self) -> dict[str, Array]:
         """Return new flat vectors of zeros, one per dtype. Pages take no memory until they are written."""
         return {dtype: np.zeros(size, dtype) for dtype, size in self.sizes.items()}

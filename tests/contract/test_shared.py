@@ -284,6 +284,95 @@ def test_copy_of_a_stuck_chunk_is_made_again_if_its_holder_goes_on_meanwhile(ope
     assert calls == [True, False]
 
 
+# Runs of chunks, of models whose parameters are in one flat vector
+
+
+@pytest.fixture
+def flat(opened):
+    """Two centers of a torch model with eight parameters, each a chunk, and a model at 1; the center is at 0."""
+    torch = pytest.importorskip("torch")
+
+    def model(fill: float):
+        return torch.nn.ParameterList([torch.full((4,), fill) for _ in range(8)])
+
+    return opened(model(0.0), 0), opened(model(0.0), 1), adapt(model(1.0))
+
+
+def vector_of(model) -> np.ndarray:
+    return model.flat_vectors()[0]["float32"]
+
+
+def test_chunks_that_follow_each_other_are_written_by_one_call(flat):
+    center, _, model = flat
+    sizes: list[int] = []
+
+    class Looking(EASGD):
+        def exchange(self, x, c, state, moment):
+            sizes.append(x.size)
+            assert center.versions == [1] * 8
+            return super().exchange(x, c, state, moment)
+
+        def operation(self, moment):
+            return super().operation(moment)
+
+    outcome = center.exchange(model, Looking(0.5), None, ExchangeInfo())
+    assert sizes == [32]
+    assert center.versions == [2] * 8
+    assert not outcome.refused and not outcome.torn and not outcome.locked
+    assert all((center.read(k) == 0.5).all() for k in range(8))
+    assert (vector_of(model) == 0.5).all()
+
+
+def test_chunk_of_a_run_that_another_holds_is_left_out_alone(flat, monkeypatch):
+    monkeypatch.setattr("maniple.center.shared.STUCK_S", 0.02)
+    center, other, model = flat
+    assert other._locks.take(3)
+    assert center.exchange(model, EASGD(0.5), None, ExchangeInfo()).locked == ["3"]
+    assert center.versions == [2, 2, 2, 0, 2, 2, 2, 2]
+    other._locks.give(3)
+    assert center.exchange(model, EASGD(0.5), None, ExchangeInfo()).locked == []
+    assert [center.read(k)[0] for k in range(8)] == [0.5] * 8
+    assert not other._locks.is_taken(0) and not other._locks.is_taken(7)  # nothing stays locked
+
+
+def test_refused_values_of_a_run_are_named(flat):
+    center, _, model = flat
+    vector_of(model)[4 * 2 + 1] = np.nan
+    vector_of(model)[4 * 7 + 3] = np.inf
+    outcome = center.exchange(model, EASGD(0.5), None, ExchangeInfo())
+    assert outcome.refused == ["2", "7"]
+    assert center.read(2).tolist() == [0.5, 0, 0.5, 0.5]
+    assert vector_of(model)[28:].tolist() == [0.5, 0.5, 0.5, 0]
+
+
+def test_staleness_is_that_of_each_chunk_also_where_they_differ(flat):
+    center, other, model = flat
+    other.exchange(model, EASGD(0.5), None, ExchangeInfo())
+    seen: dict[int, int] = {}
+
+    class Looking(EASGD):
+        def exchange(self, x, c, state, moment):
+            seen[x.size] = moment.staleness
+            return super().exchange(x, c, state, moment)
+
+        def operation(self, moment):
+            return super().operation(moment)
+
+    assert center.exchange(model, Looking(0.5), None, ExchangeInfo()).staleness == 1
+    assert seen == {32: 1}
+    other.begin_write(0)
+    other.end_write(0)
+    assert center.exchange(model, Looking(0.5), None, ExchangeInfo()).staleness == 1 / 8
+    assert seen == {32: 1, 4: 0}  # the last of the chunks was visited alone
+
+
+def test_run_whose_writer_was_killed_is_reported_as_torn_once(flat):
+    center, other, model = flat
+    other.begin_write(4)
+    assert center.exchange(model, EASGD(0.5), None, ExchangeInfo()).torn == ["4"]
+    assert center.exchange(model, EASGD(0.5), None, ExchangeInfo()).torn == []
+
+
 def test_only_the_first_waits_for_a_lock_whose_holder_is_stopped(opened):
     params = some()
     first, second, third = opened(params, 0), opened(some(), 1), opened(some(), 2)

@@ -28,6 +28,7 @@ class FlatParameters:
     def __init__(self, module: nn.Module, names: list[str], layout: Layout) -> None:
         self._module, self._names, self._layout = module, names, layout
         self._vectors: dict[str, Tensor] = {}
+        self._arrays: dict[str, Array] = {}  # the same memory
         self._parameters: list[Tensor] = []
         self._addresses: list[int] = []  # where the parameters have to be
         self._is_usable = True
@@ -42,7 +43,7 @@ class FlatParameters:
             weakref.finalize(self, register(on_registration).remove)
 
     def vectors(self) -> dict[str, Array] | None:
-        """The flat vectors, up to date; None if some parameter cannot be kept in them.
+        """The flat vectors, up to date; None if some parameter cannot be kept in them. The same dict until they move.
 
         Parameters may be replaced at any time (`module.weight = ...`, `p.data = ...`, load_state_dict(assign=True)), so
         this looks where they are. A new one is copied into its place.
@@ -50,10 +51,9 @@ class FlatParameters:
         if self._is_usable and not self._is_intact():
             self._is_usable = self._move()
         if not self._is_usable:
-            self._vectors.clear()
+            self._vectors, self._arrays = {}, {}
             return None
-        # Not kept: `share_memory()` moves the memory of a tensor.
-        return {dtype: vector.numpy() for dtype, vector in self._vectors.items()}
+        return self._arrays
 
     def _is_intact(self) -> bool:
         """Whether all parameters are the known ones, in their places. With hundreds of them, a loop would take long."""
@@ -89,6 +89,8 @@ class FlatParameters:
                 tensor.data = view
         self._parameters = [tensor for tensor in parameters if tensor is not None]
         self._addresses = [*map(Tensor.data_ptr, self._parameters)]
+        # `share_memory()` moves the memory of the vectors; then the parameters, their views, have other addresses too.
+        self._arrays = {dtype: vector.numpy() for dtype, vector in self._vectors.items()}
         self._are_known = True
         return True
 

@@ -16,6 +16,7 @@ from maniple.contracts import Array, FlatModel
 from maniple.layout import Layout
 
 _WHOLE = slice(0, None)
+_NO_VECTORS: dict[str, Array] = {}
 
 
 class ChunkedModel:
@@ -31,9 +32,12 @@ class ChunkedModel:
             for part in chunk.parts:
                 self._uses[part.entry] += 1
         self._last = [max((part.entry for part in chunk.parts), default=-1) for chunk in layout.chunks]
-        self._views: list[Array] = []  # of the chunks whose entries are kept in flat vectors; empty for others
-        self._places = [(chunk.dtype, chunk.start, chunk.stop) for chunk in layout.chunks]
+        self._vectors: dict[str, Array] = {}  # in which the adapter keeps its first `_count` entries
+        self._count = 0
+        self._views: list[Array] = []  # of the chunks, in these vectors
+        self._runs: dict[range, Array | None] = {}  # of several chunks, if all of them are flat
         self._is_flat = [False] * len(layout.chunks)
+        self._are_all_flat = False
         self._values: dict[int, Array] = {}  # of the entries in use, in this pass
         self._left: dict[int, int] = {}  # of entries in use: the chunks that are not committed
         self._gathered: dict[int, Array] = {}
@@ -42,10 +46,14 @@ class ChunkedModel:
         """Start a pass over the chunks, and end one that is under way: replies that were lost are handled within it."""
         self.end()
         self._gathered.clear()
-        vectors, count = self.model.flat_vectors() or ({}, 0)
-        self._is_flat = [last < count for last in self._last]
-        self._views = [vectors[dtype][start:stop] for dtype, start, stop in self._places] if vectors else []
-        if not all(self._is_flat):
+        vectors, count = self.model.flat_vectors() or (_NO_VECTORS, 0)
+        if vectors is not self._vectors or count != self._count:
+            self._vectors, self._count = vectors, count
+            self._is_flat = [last < count for last in self._last]
+            self._are_all_flat = all(self._is_flat)
+            self._views = self._layout.chunk_views(vectors) if vectors else []
+            self._runs = {}
+        if not self._are_all_flat:
             self.model.begin()
 
     def array(self, k: int) -> Array:
@@ -61,6 +69,14 @@ class ChunkedModel:
             for part in chunk.parts:
                 gathered[part.in_chunk] = self._value(part.entry)[part.in_entry]
         return gathered
+
+    def run(self, ks: range) -> Array | None:
+        """Consecutive chunks of one dtype as one array, in the model's own memory; None if they are not flat."""
+        if ks not in self._runs:
+            first, last = self._layout.chunks[ks[0]], self._layout.chunks[ks[-1]]
+            is_flat = all(self._is_flat[k] for k in ks)
+            self._runs[ks] = self._vectors[first.dtype][first.start : last.stop] if is_flat else None
+        return self._runs[ks]
 
     def pieces(self, k: int) -> Sequence[tuple[slice, Array]]:
         """The memory of chunk k without a copy: one array, or one for each part, and where each lies in the chunk."""

@@ -10,6 +10,7 @@ in the difference between replica and center. The first process that waits for t
 that the others need not wait, and the next holder removes the mark.
 """
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -33,8 +34,9 @@ _CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
 ARRAY_FILE = "array-"  # prefix of the file of a named array
 LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
 STUCK_S = (
-    0.5  # the wait for a lock before its chunk is left out: longer than a busy machine keeps a holder from its core
+    0.5  # the wait for a lock before its chunk is left out: longer than a busy machine keeps a holder off its core
 )
+_RUN_BYTES = 8 << 20  # of chunks that are locked and exchanged by one call each: less than a millisecond
 
 
 def chunk_bytes(name: str) -> int:
@@ -53,6 +55,13 @@ class SharedCenter:
         self.is_array = self.name.startswith(ARRAY_FILE)
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
         self._stuck = memory.stuck  # version + 1 of chunks that are stuck
+        self._single = [range(k, k + 1) for k in range(len(self._arrays))]
+        self._run_arrays = {  # the center's memory of each run of chunks
+            ks: memory.vectors[self.layout.chunks[ks[0]].dtype][
+                self.layout.chunks[ks[0]].start : self.layout.chunks[ks[-1]].stop
+            ]
+            for ks in self.layout.runs(_RUN_BYTES)
+        }
         self.state = memory.state
         self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
@@ -129,7 +138,19 @@ class SharedCenter:
                     refused.append(where.start + found)
             return np.concatenate(refused) if refused else None
 
-        return self._for_each(model, apply, ways=2, stuck_s=LOCK_TIMEOUT_S if moment.is_last else STUCK_S)
+        def apply_to_run(x: Array, c: Array, staleness: int) -> Array | None:
+            moment.staleness = staleness
+            return rule.exchange(x, c, {}, moment)
+
+        # A rule of a user's own may compute something of a chunk as a whole.
+        has_runs = state is None and not any(self.layout.state) and not half and is_operation_known(type(rule))
+        return self._for_each(
+            model,
+            apply,
+            ways=2,
+            stuck_s=LOCK_TIMEOUT_S if moment.is_last else STUCK_S,
+            apply_to_run=apply_to_run if has_runs else None,
+        )
 
     def pull(
         self,
@@ -187,49 +208,100 @@ class SharedCenter:
         ways: int = 1,
         peek: bool = False,
         stuck_s: float = math.inf,
+        apply_to_run: Callable[[Array, Array, int], Array | None] | None = None,
     ) -> Outcome:
         """Call `apply(k, the replica's chunks, the center's chunk)` for each chunk, under its lock.
 
         It returns the positions of refused elements. Chunks that others hold are deferred; after `stuck_s`, a write
-        leaves them out and a read needs no lock. Without `stuck_s`, WaitedTooLong is raised.
+        leaves them out and a read needs no lock. Without `stuck_s`, WaitedTooLong is raised. With `apply_to_run`,
+        chunks that follow each other are locked and written by one call where that gives the same result.
         """
         outcome = Outcome(size_bytes=ways * self._size_bytes)
-        is_locking, try_lock, unlock = self._lock, self._locks.take, self._locks.give
+        try_lock, unlock = (self._locks.take, self._locks.give) if self._lock else (_lock_nothing, _lock_nothing)
         self._chunks = chunks = chunks_of(model, self.layout, self._chunks)
         chunks.begin()
-        waiting = deque(visiting_order(len(self._seen), self._rank, self._segment.live))
+        runs = self._single if apply_to_run is None else list(self._run_arrays)
+        waiting = deque(runs[i] for i in visiting_order(len(runs), self._rank, self._segment.live))
         busy, deadline = 0, None  # how many of those waiting were found locked in a row
         try:
             while waiting:
-                k = waiting.popleft()
-                if is_locking and not try_lock(k):
-                    if stuck_s == STUCK_S and self._stuck[k] == self._versions[k] + 1:
+                ks = waiting.popleft()
+                k, count = ks.start, len(ks)
+                if not try_lock(k, count):
+                    if count > 1:
+                        waiting.extend(self._single[k : k + count])
+                    elif stuck_s == STUCK_S and self._stuck[k] == self._versions[k] + 1:
                         self._pass_over(k, chunks, apply, outcome, writes=writes)
-                        continue
-                    waiting.append(k)
-                    busy += 1
-                    if busy >= len(waiting):
-                        deadline = deadline or Deadline(min(stuck_s, LOCK_TIMEOUT_S))
-                        busy = 0
-                        if stuck_s == math.inf:
-                            deadline.wait(self.describe_lock(k))
-                        elif deadline.is_over():
-                            for k in waiting:
+                    else:
+                        waiting.append(ks)
+                        busy += 1
+                    if busy and busy >= len(waiting):
+                        busy, deadline = 0, deadline or Deadline(min(stuck_s, LOCK_TIMEOUT_S))
+                        if not self._pause(k, deadline, can_leave_out=stuck_s < math.inf):
+                            for k in (k for ks in waiting for k in ks):
                                 self._pass_over(k, chunks, apply, outcome, writes=writes)
                             break
-                        else:
-                            deadline.pause()
                     continue
                 try:
-                    self._visit(k, chunks, apply, outcome, writes=writes, peek=peek)
+                    if apply_to_run is None:
+                        self._visit(k, chunks, apply, outcome, writes=writes, peek=peek)
+                    else:
+                        self._visit_run(ks, chunks, apply, apply_to_run, outcome)
                 finally:
-                    if is_locking:
-                        unlock(k)
+                    unlock(k, count)
                 busy, deadline = 0, None
         finally:
             chunks.end()
         outcome.staleness /= len(self._seen)
         return outcome.with_unique_names() if outcome.refused or outcome.torn or outcome.locked else outcome
+
+    def _pause(self, k: int, deadline: Deadline, *, can_leave_out: bool) -> bool:
+        """Wait before chunk k is tried again; False if it has taken too long, WaitedTooLong if it is needed."""
+        if not can_leave_out:
+            deadline.check(lambda: self.describe_lock(k))
+        elif deadline.is_over():
+            return False
+        deadline.pause()
+        return True
+
+    def _visit_run(
+        self,
+        ks: range,
+        chunks: ChunkedModel,
+        apply: Callable[[int, ChunkedModel, Array], Array | None],
+        apply_to_run: Callable[[Array, Array, int], Array | None],
+        outcome: Outcome,
+    ) -> None:
+        """Write several chunks, whose locks are held, by one call of `apply_to_run`.
+
+        They need a call of `apply` each if one of them is not in the model's flat memory, if a write of one was
+        interrupted, or if they differ in staleness, on which a rule may depend; and so does a chunk whose neighbours
+        are locked.
+        """
+        versions, seen, holders, stuck = self._versions, self._seen, self._holders, self._stuck
+        x, c, writes = chunks.run(ks), self._run_arrays.get(ks), versions[ks.start] - seen[ks.start]
+        if x is None or c is None or any(versions[k] & 1 or versions[k] - seen[k] != writes for k in ks):
+            for k in ks:
+                self._visit(k, chunks, apply, outcome, writes=True, peek=False)
+            return
+        for k in ks:
+            holders[k] = self._rank + 1
+            if stuck[k]:
+                stuck[k] = 0
+            versions[k] += 1
+        staleness = max(0, writes) // 2
+        refused = apply_to_run(x, c, staleness)
+        for k in ks:
+            versions[k] += 1
+            seen[k] = versions[k]
+        outcome.staleness += len(ks) * staleness
+        if refused is not None:
+            start = 0
+            for k in ks:
+                size = self._arrays[k].size
+                within = refused[(refused >= start) & (refused < start + size)] - start
+                outcome.refused += self.layout.names_at(k, within)
+                start += size
 
     def _visit(
         self,
@@ -407,6 +479,21 @@ class SharedCenter:
     def _finish_pending(self, k: int) -> bool:
         """Complete what a killed host has begun on chunk k, whose lock is held; False if there is nothing."""
         return bool(self._versions[k] & 1) and finish_pending(self._segment.path, self, k)
+
+
+def _lock_nothing(_first: int, _count: int) -> bool:
+    """Take the place of taking and giving locks, for workers that share without them."""
+    return True
+
+
+@functools.cache
+def is_operation_known(rule: type) -> bool:
+    """Whether `operation` describes what `exchange` does: a subclass may override `exchange` alone."""
+
+    def definer(method: str) -> type:
+        return next(kind for kind in rule.__mro__ if method in vars(kind))
+
+    return issubclass(definer("operation"), definer("exchange"))
 
 
 def visiting_order(count: int, rank: int, live: int) -> list[int]:

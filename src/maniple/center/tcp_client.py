@@ -14,7 +14,7 @@ import numpy as np
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
-from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, visiting_order
+from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, is_operation_known, visiting_order
 from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
@@ -134,7 +134,7 @@ class TcpCenter:
         bytes_before, locked_s = self.link.wire_bytes, LOCK_TIMEOUT_S if moment.is_last else 0.0
         self.link.stream()  # raises HostAway before anything is changed
         with self._passing(model) as chunks:
-            operation = rule.operation(moment) if _host_can_apply(rule) else None
+            operation = rule.operation(moment) if is_operation_known(type(rule)) else None
             if operation is None:
                 outcome = self._swap(Swap(self, chunks, rule, state, moment), is_last=moment.is_last)
             elif operation.is_change:
@@ -469,12 +469,3 @@ def query_applied(link: Link, center: str, sequence: int, first: int, chunks: Se
     if len(applied) != len(chunks):
         raise BadFrame(f"{len(chunks)} items were asked about, and the host answered for {len(applied)}.")
     return [bool(byte) for byte in applied]
-
-
-def _host_can_apply(rule: Exchanger) -> bool:
-    """Whether `operation` describes what `exchange` does: a subclass may override `exchange` alone."""
-
-    def definer(method: str) -> type:
-        return next(kind for kind in type(rule).__mro__ if method in vars(kind))
-
-    return issubclass(definer("operation"), definer("exchange"))

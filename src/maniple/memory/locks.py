@@ -38,10 +38,10 @@ class ByteLocks:
         self.file = open_owned(path, os.O_RDWR | os.O_CREAT)
         _opened.add(self)
 
-    def take(self, byte: int) -> bool:
-        """Try to lock one byte, without waiting."""
+    def take(self, byte: int, count: int = 1) -> bool:
+        """Try to lock one byte, or several that follow each other, without waiting: all or none."""
         try:
-            fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
+            fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte, count))
         except OSError as error:
             if error.errno in _BUSY:
                 return False
@@ -52,9 +52,9 @@ class ByteLocks:
         """Whether another holder has locked one byte."""
         return is_locked(self.file, byte)
 
-    def give(self, byte: int) -> None:
-        """Unlock one byte."""
-        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+    def give(self, byte: int, count: int = 1) -> None:
+        """Unlock one byte, or several."""
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte, count))
 
     def retry_until(
         self, byte: int, *, timeout_s: float, what: str, explain: Callable[[], str] = lambda: STOPPED_HOLDER
@@ -206,8 +206,8 @@ def start_of(pid: int) -> int:
 
 
 @functools.cache
-def _request(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+def _request(kind: int, byte: int, count: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0)
 
 
 def _close_in_child() -> None:

@@ -415,7 +415,8 @@ class CenterFile:
         self.versions = counters[: 8 * count].cast("q")
         self.holders = counters[8 * count : 16 * count].cast("q")
         self.stuck = counters[16 * count : 24 * count].cast("q")
-        self.arrays = self.layout.chunk_views(_vectors(self.layout, memory, offsets))
+        self.vectors = _vectors(self.layout, memory, offsets)
+        self.arrays = self.layout.chunk_views(self.vectors)
         self.state = RuleState(
             self.layout,
             {name: _vectors(self.layout, memory, offsets, name) for name in self.layout.state.vectors},
