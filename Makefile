@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test soak check format bench pictures clean
+.PHONY: help demo test soak check format bench reproduce pictures clean
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -51,6 +51,9 @@ bench: $(STAMP)  ## run all benchmarks; print tables and write JSON to benchmark
 	$(BIN)/python benchmarks/pool.py
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/watch.py
+
+reproduce: $(STAMP)  ## measure the time to a target: one process, DDP, and rules on 2 workers (8 minutes)
+	$(BIN)/python benchmarks/reproduce
 
 pictures: $(STAMP)  ## regenerate the pictures of README and docs from real runs
 	$(BIN)/python docs/pictures/make.py

@@ -214,6 +214,10 @@ def cut(cut_s: float, rate_mbit: float) -> dict[str, float]:
             (folder / "end").touch()
             worker.wait(DEADLINE_S)
             return {"longest pause, s": pause_s, "until an exchange, s": first - healed}
+        except TimeoutError:
+            for log in (folder / "host.log", folder / "worker.log"):
+                print(f"{log.name}: {log.read_text() if log.exists() else 'missing'}", file=sys.stderr)
+            raise
         finally:
             network.close()
 

@@ -1,0 +1,166 @@
+"""Train one task in one way, and write its learning curve: the script of every contestant.
+
+    python train.py digits --way plain --out curve.json
+    maniple run -n 2 --rule easgd train.py digits --way maniple --out curve.json
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python train.py digits --way ddp --out curve.json
+
+Copies of the parameters are kept twice a second while the model trains, the center's where there is one, and are
+evaluated afterwards: evaluation takes no time from the training, and all contestants are treated alike. The clock
+starts when all workers are ready, so imports and compilation are not counted.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tasks import TASKS, Task
+
+
+class Plain:
+    """One process, without any library."""
+
+    rank, world = 0, 1
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self._task, self._seed = task, seed
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        """Return the model to train."""
+        del optimizer
+        return model
+
+    def barrier(self) -> None:
+        """Wait for the other workers."""
+
+    def batches(self, epoch: int) -> Iterator[torch.Tensor]:
+        """The samples of this worker's batches of one epoch."""
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._task.x))[self.rank :: self.world]
+        for start in range(0, len(order), self._task.batch):
+            yield torch.from_numpy(order[start : start + self._task.batch])
+
+    def center(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, the model has the shared parameters."""
+        return contextlib.nullcontext()
+
+
+class Ddp(Plain):
+    """torch's DistributedDataParallel over gloo."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        super().__init__(task, seed)
+        torch.distributed.init_process_group("gloo")
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        del optimizer
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+
+class Maniple(Plain):
+    """The rule and the pace are set on the command line of `maniple run`."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        import maniple
+
+        super().__init__(task, seed)
+        self._worker = maniple.join()
+        self.rank, self.world = self._worker.rank, self._worker.world
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        from maniple.rules import warm_up
+
+        self._replica = self._worker.share(model, optimizer)
+        warm_up(["float32"])  # else the compiled kernels are loaded during the first second of training
+        self._sampler = self._worker.sampler(self._task.x)
+        return model
+
+    def barrier(self) -> None:
+        self._worker.barrier()
+
+    def batches(self, epoch: int) -> Iterator[torch.Tensor]:
+        del epoch
+        return (torch.from_numpy(batch) for batch in self._sampler.batches(self._task.batch))
+
+    def center(self) -> contextlib.AbstractContextManager[Any]:
+        return self._replica.center()
+
+
+WAYS = {"plain": Plain, "ddp": Ddp, "maniple": Maniple}
+
+
+def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float) -> dict[str, Any]:
+    """Train, and return the learning curve: seconds, samples of all workers, and the metric of the test set."""
+    model = task.build()
+    optimizer = task.optimizer(model, lr)
+    trained = way.prepare(model, optimizer)
+    for index in (torch.arange(task.batch), torch.arange(len(task.x) % task.batch or 1)):  # warm up, without a step
+        task.loss(trained, task.x[index], task.y[index]).backward()
+    optimizer.zero_grad()
+    copies: list[tuple[float, int, dict[str, torch.Tensor]]] = []
+    samples, due_s = 0, 0.0
+
+    def keep() -> None:
+        if way.rank == 0:
+            with way.center():
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+            copies.append((time.perf_counter() - start, samples * way.world, state))
+
+    way.barrier()
+    cpu_s, start = time.process_time(), time.perf_counter()
+    for epoch in range(epochs):
+        for index in way.batches(epoch):
+            if time.perf_counter() - start >= due_s:
+                keep()
+                due_s = time.perf_counter() - start + interval_s
+            optimizer.zero_grad()
+            task.loss(trained, task.x[index], task.y[index]).backward()
+            optimizer.step()
+            samples += len(index)
+    own_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
+    way.barrier()
+    keep()
+    curve: list[tuple[float, int, float]] = []
+    for seconds, count, state in copies:
+        model.load_state_dict(state)
+        curve.append((round(seconds, 3), count, round(task.evaluate(model), 5)))
+    return {"curve": curve, "seconds": own_s, "cpu_s": cpu_s, "world": way.world}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--way", choices=WAYS, default="plain", help="what the processes train with")
+    parser.add_argument("--lr", type=float, default=1.0, help="multiple of the task's learning rate (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, help="passes over the data (those of the task)")
+    parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
+    parser.add_argument("--interval", type=float, default=0.5, help="seconds between two copies of the parameters")
+    parser.add_argument("--data", type=Path, help="a file that replaces generated data")
+    parser.add_argument("--out", type=Path, help="the file for the curve (standard output)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    task = TASKS[args.task](args.data)
+    way = WAYS[args.way](task, args.seed)
+    torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant
+    found = train(task, way, args.lr * task.lr, task.epochs if args.epochs is None else args.epochs, args.interval)
+    found |= {"metric": task.metric, "target": task.target}
+    if way.rank == 0:
+        text = json.dumps(found)
+        args.out.write_text(text) if args.out else print(text)
+    if args.way == "ddp":
+        torch.distributed.destroy_process_group()
+        os._exit(0)  # gloo's threads may wait for their peers
+
+
+if __name__ == "__main__":
+    main()
