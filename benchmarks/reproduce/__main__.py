@@ -2,6 +2,7 @@
 
     python benchmarks/reproduce              # the fast part: one seed, the main contestants, about 8 minutes
     python benchmarks/reproduce --full       # tune every contestant by the same grid, then three seeds: about 2 hours
+    python benchmarks/reproduce --tables     # the tables of Platoon, Parallel-training and Synkhronos: 15 minutes
     python benchmarks/reproduce --report     # write docs/results.md and its pictures again
 
 Every result is written to docs/results.json (the full part) or benchmarks/results/reproduce.json (the fast part) as
@@ -28,8 +29,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pool_batches import speed_ups
 from report import write_report
-from tasks import FILES, TASKS
+from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -73,6 +75,7 @@ class Case:
     setting: Setting
     seed: int
     data: str = ""
+    epochs: int | None = None  # those of the task
 
     @property
     def key(self) -> str:
@@ -93,6 +96,10 @@ class Results:
     def add(self, case: Case, found: dict[str, Any]) -> None:
         """Store a result."""
         self.runs[case.key] = asdict(case) | found
+        self.save()
+
+    def save(self) -> None:
+        """Write the file, beside the old one first."""
         machine = {"cores": len(CORES), "python": sys.version.split()[0], "load": os.getloadavg()[0]}
         self.path.parent.mkdir(exist_ok=True)
         beside = self.path.with_suffix(".new")
@@ -104,6 +111,7 @@ def command_of(case: Case, out: Path, runs: Path) -> tuple[list[list[str]], list
     """The commands of a case, and the variables of each."""
     script = [str(HERE / "train.py"), case.task, "--seed", str(case.seed), "--lr", str(case.setting.lr)]
     script += ["--out", str(out)] + (["--data", case.data] if case.data else [])
+    script += ["--epochs", str(case.epochs)] if case.epochs else []
     if case.contestant in {ALONE, ALL_CORES}:
         threads = len(CORES) if case.contestant == ALL_CORES else 1
         return [[sys.executable, *script, "--threads", str(threads)]], [{}]
@@ -229,6 +237,22 @@ def play(runner: Runner, options: argparse.Namespace) -> None:
                 runner.run(replace(case, setting=chosen[case.contestant], seed=seed))
 
 
+def play_tables(runner: Runner, seeds: int) -> None:
+    """Measure the tables of the systems that came before: times of a fixed number of samples, not of learning."""
+    every_10 = Setting(every=10, alpha="0.5")
+    for seed in range(seeds):
+        runner.run(Case("reviews", ALONE, 1, Setting(), seed, epochs=1))
+        for workers in (1, 2, 3, 4):
+            runner.run(Case("reviews", "easgd", workers, every_10, seed, epochs=1))
+        for task in TIMED:
+            runner.run(Case(task, ALONE, 1, Setting(), seed, epochs=1))
+            for rule, workers in itertools.product(("bsp", "easgd"), (2, 4)):
+                runner.run(Case(task, rule, workers, every_10 if rule == "easgd" else Setting(), seed, epochs=1))
+    if "pool" not in runner.results.runs:
+        runner.results.runs["pool"] = {"task": "pool", "rows": speed_ups()}
+        runner.results.save()
+
+
 def data_of(task: str, folder: Path | None) -> list[str]:
     """The files that replace generated data; "" for the generated data itself."""
     if folder is None:
@@ -239,6 +263,7 @@ def data_of(task: str, folder: Path | None) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="tune all contestants, and use three seeds")
+    parser.add_argument("--tables", action="store_true", help="measure the tables of earlier systems")
     parser.add_argument("--report", action="store_true", help="only write docs/results.md again")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, help="all, or the main ones in the fast part")
@@ -247,13 +272,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a folder with mnist.npz, cifar10.npz, imdb.npz ... to use instead")
     options = parser.parse_args()
     options.contestants = options.contestants or list(CONTESTANTS if options.full else MAIN)
-    options.seeds = options.seeds or (3 if options.full else 1)
-    results = Results(FULL if options.full or options.report else FAST)
+    options.seeds = options.seeds or (3 if options.full or options.tables else 1)
+    results = Results(FULL if options.full or options.tables or options.report else FAST)
     if not options.report:
         print(f"results: {results.path.relative_to(ROOT)}; {len(results.runs)} runs are known", flush=True)
         if options.workers > len(CORES):
             print(f"{options.workers} workers share {len(CORES)} cores: they cannot be faster than {len(CORES)}.")
-        play(Runner(results), options)
+        if options.tables:
+            play_tables(Runner(results), options.seeds)
+        else:
+            play(Runner(results), options)
     write_report(results.runs, to_docs=results.path == FULL)
 
 

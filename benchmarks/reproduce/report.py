@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from earlier_tables import earlier_tables
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +41,7 @@ def rows_of(runs: Iterable[Run]) -> dict[str, dict[str, Row]]:
     """All rows by task and contestant; the runs that chose the settings are left out."""
     grouped: dict[str, dict[tuple[str, int, str], list[Run]]] = {}
     for run in runs:
-        if run["seed"] != TUNING_SEED:
+        if run["task"] != "pool" and run["seed"] != TUNING_SEED and not run.get("epochs"):
             task = run["task"] + (f" ({Path(run['data']).stem})" if run["data"] else "")
             key = run["contestant"], run["workers"], str(run["setting"])
             grouped.setdefault(task, {}).setdefault(key, []).append(run)
@@ -109,8 +110,11 @@ def write_report(runs: dict[str, Run], *, to_docs: bool) -> None:
         for row in rows.values():
             table.add_row(*cells(row, rows))
         console.print(table)
-    if to_docs and tasks:
-        (ROOT / "docs" / "results.md").write_text("\n".join(_page(tasks)) + "\n")
+    tables = earlier_tables(runs)
+    if tables:
+        console.print("\n".join(tables), markup=False)
+    if to_docs and (tasks or tables):
+        (ROOT / "docs" / "results.md").write_text("\n".join([*_page(tasks), *tables]).rstrip() + "\n")
         for task, rows in tasks.items():
             draw(rows, ROOT / "docs" / "pictures" / f"results-{_slug(task)}.svg")
         console.print("written: docs/results.md", style="dim")

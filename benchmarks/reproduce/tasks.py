@@ -9,6 +9,8 @@
 it (docs/data.md says how to make them). The data and the order of the samples do not depend on the number of workers.
 """
 
+import importlib
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,11 +148,28 @@ def characters(_: Path | None) -> Task:
     return Task(*parts, Reader, adamw, lr=0.002, batch=16, epochs=2, metric="loss", target=1.8)
 
 
+def network(name: str, width: int, batch: int) -> Task:
+    """One of examples/models on 5,120 random images, for the time of a pass over them; there is nothing to learn."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "models"))
+    build = getattr(importlib.import_module(name), name)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(5120, 3, 32, 32, generator=generator), torch.randint(0, 10, (5120,), generator=generator)
+    parts = x, y, x[:64], y[:64]
+    return Task(*parts, lambda: build(width=width), sgd, lr=0.001, batch=batch, epochs=1, metric="loss", target=0)
+
+
 TASKS: dict[str, Callable[[Path | None], Task]] = {
     "digits": digits,
     "images": images,
     "reviews": reviews,
     "characters": characters,
+}
+# Batches as in Parallel-training's table; widths with which a pass takes seconds on a CPU.
+TIMED: dict[str, Callable[[Path | None], Task]] = {
+    "alexnet": lambda _: network("alexnet", 16, 128),
+    "googlenet": lambda _: network("googlenet", 8, 32),
+    "vgg": lambda _: network("vgg", 8, 32),
+    "resnet": lambda _: network("resnet", 8, 32),
 }
 FILES = {"images": ("mnist", "fashion_mnist", "cifar10"), "reviews": ("imdb",)}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tasks import TASKS, Task
+from tasks import TASKS, TIMED, Task
 
 
 class Plain:
@@ -138,7 +138,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=TASKS | TIMED)
     parser.add_argument("--way", choices=WAYS, default="plain", help="what the processes train with")
     parser.add_argument("--lr", type=float, default=1.0, help="multiple of the task's learning rate (1)")
     parser.add_argument("--seed", type=int, default=0)
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the file for the curve (standard output)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    task = TASKS[args.task](args.data)
+    task = (TASKS | TIMED)[args.task](args.data)
     way = WAYS[args.way](task, args.seed)
     torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant
     found = train(task, way, args.lr * task.lr, task.epochs if args.epochs is None else args.epochs, args.interval)

@@ -82,3 +82,19 @@ def test_commands_say_what_a_case_is(reproduce, contestant, tmp_path):
     assert "--lr 2.0" in words and "--seed 5" in words
     if contestant.startswith("easgd"):
         assert "--rule easgd:sync=true,alpha=0.2" in words and "--every 3" in words
+
+
+def test_tables_of_earlier_systems_have_their_numbers_beside_ours(reproduce):
+    from earlier_tables import earlier_tables  # pyright: ignore[reportMissingImports]
+
+    def timed(task: str, contestant: str, workers: int, seconds: float) -> dict:
+        return {"task": task, "contestant": contestant, "workers": workers, "epochs": 1, "seconds": seconds}
+
+    runs = [timed("reviews", "1 process", 1, 4.0), timed("reviews", "easgd", 2, 2.0), timed("vgg", "1 process", 1, 9.0)]
+    runs = {str(i): run for i, run in enumerate(runs)} | {
+        "pool": {"task": "pool", "rows": [{"batch": 64, "one": 1000.0, "pool": 1500.0, "speed-up": 1.5}]}
+    }
+    page = "\n".join(earlier_tables(runs))
+    assert "| ours, speed-up | 1.00 |  | 2.00 |  |  |" in page
+    assert "| vgg | 9.0 |  |  |  |  | 410.3 | 216.0 | 113.8 |" in page
+    assert "| 64 | 1,000 | 1,500 | 1.50 |" in page
