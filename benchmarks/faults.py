@@ -230,7 +230,7 @@ def crowded(count: int, push_s: float, *, is_one_array: bool) -> dict[str, float
         host = subprocess.Popen([*command, "--name", "run", "--quiet"], cwd=folder, stdout=subprocess.DEVNULL)
         try:
             wait_for((run / "host.json").exists)
-            os.environ["MANIPLE_TOKEN_FILE"] = str(run / "token")
+            os.environ["MANIPLE_TOKEN_FILE"] = str(run / "token")  # for the clients' processes, which are started next
             address = json.loads((run / "host.json").read_text())["address"]
             context, processes = multiprocessing.get_context("spawn"), min(count, CLIENT_PROCESSES)
             barrier, results = context.Barrier(count + 1), context.Queue()
@@ -253,6 +253,7 @@ def crowded(count: int, push_s: float, *, is_one_array: bool) -> dict[str, float
                 "server, us per push": used_s / durations.size * 1e6,
             }
         finally:
+            os.environ.pop("MANIPLE_TOKEN_FILE", None)  # else the workers of the next case would use it
             host.terminate()
             host.wait(DEADLINE_S)
 
