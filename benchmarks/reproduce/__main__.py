@@ -9,9 +9,10 @@ Every result is written to docs/results.json (the full part) or benchmarks/resul
 soon as it is measured; a run that was interrupted continues where it stopped. Each contestant runs in a process session
 of its own, since Linux gives every session an equal share of the processors, and on an otherwise idle machine.
 
-The grid: the learning rate of the task times 1/2, 1 and 2; then, for rules with a period, 3 and 30 steps beside the
-default of 10 (for Downpour, 3 and 10 beside 1); then, for EASGD, alpha = 0.2 beside "auto". Each is chosen by the
-seconds to the target on seed 100, which no result uses. One process on all cores takes the settings of one on one core.
+The grid: the learning rate of the task times 1/2, 1 and 2, for workers each with the task's batch for every worker
+and with that batch divided among them; then, for rules with a period, 3 and 30 steps beside the default of 10 (for
+Downpour, 3 and 10 beside 1); then, for EASGD, alpha = 0.2 beside "auto". Each is chosen by the seconds to the target on
+seed 100, which no result uses. One process on all cores takes the settings of one on one core.
 """
 
 import argparse
@@ -61,6 +62,7 @@ class Setting:
     """What one contestant trains with."""
 
     lr: float = 1.0  # times the task's
+    split: bool | None = None  # divide the task's batch among the workers, so that all workers together have it
     every: int | None = None
     alpha: str | None = None
 
@@ -112,6 +114,7 @@ def command_of(case: Case, out: Path, runs: Path) -> tuple[list[list[str]], list
     script = [str(HERE / "train.py"), case.task, "--seed", str(case.seed), "--lr", str(case.setting.lr)]
     script += ["--out", str(out)] + (["--data", case.data] if case.data else [])
     script += ["--epochs", str(case.epochs)] if case.epochs else []
+    script += ["--split"] if case.setting.split else []
     if case.contestant in {ALONE, ALL_CORES}:
         threads = len(CORES) if case.contestant == ALL_CORES else 1
         return [[sys.executable, *script, "--threads", str(threads)]], [{}]
@@ -215,7 +218,8 @@ class Runner:
 
             return min(settings, key=cost)
 
-        chosen = best([Setting(lr) for lr in LEARNING_RATES])
+        splits = (None,) if case.workers == 1 else (None, True)
+        chosen = best([Setting(lr, split) for lr, split in itertools.product(LEARNING_RATES, splits)])
         if periods := PERIODS.get(case.contestant):
             chosen = best([chosen, *(replace(chosen, every=every) for every in periods[1:])])
         if case.contestant.startswith("easgd"):

@@ -32,7 +32,7 @@ class Row:
     @property
     def described(self) -> str:
         """The setting that was chosen, for the table."""
-        words = [f"lr x {self.setting['lr']:g}"]
+        words = [f"lr x {self.setting['lr']:g}"] + ["batch divided"] * bool(self.setting.get("split"))
         words += [f"{key} {self.setting[key]}" for key in ("every", "alpha") if self.setting.get(key) is not None]
         return ", ".join(words)
 

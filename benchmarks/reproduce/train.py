@@ -29,7 +29,7 @@ class Plain:
     rank, world = 0, 1
 
     def __init__(self, task: Task, seed: int) -> None:
-        self._task, self._seed = task, seed
+        self._task, self._seed, self.batch = task, seed, task.batch
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         """Return the model to train."""
@@ -42,8 +42,8 @@ class Plain:
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
         """The samples of this worker's batches of one epoch."""
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._task.x))[self.rank :: self.world]
-        for start in range(0, len(order), self._task.batch):
-            yield torch.from_numpy(order[start : start + self._task.batch])
+        for start in range(0, len(order), self.batch):
+            yield torch.from_numpy(order[start : start + self.batch])
 
     def center(self) -> contextlib.AbstractContextManager[Any]:
         """Within it, the model has the shared parameters."""
@@ -89,7 +89,7 @@ class Maniple(Plain):
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
         del epoch
-        return (torch.from_numpy(batch) for batch in self._sampler.batches(self._task.batch))
+        return (torch.from_numpy(batch) for batch in self._sampler.batches(self.batch))
 
     def center(self) -> contextlib.AbstractContextManager[Any]:
         return self._replica.center()
@@ -103,7 +103,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float) -> 
     model = task.build()
     optimizer = task.optimizer(model, lr)
     trained = way.prepare(model, optimizer)
-    for index in (torch.arange(task.batch), torch.arange(len(task.x) % task.batch or 1)):  # warm up, without a step
+    for index in (torch.arange(way.batch), torch.arange(1)):  # warm up, without a step
         task.loss(trained, task.x[index], task.y[index]).backward()
     optimizer.zero_grad()
     copies: list[tuple[float, int, dict[str, torch.Tensor]]] = []
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS | TIMED)
     parser.add_argument("--way", choices=WAYS, default="plain", help="what the processes train with")
     parser.add_argument("--lr", type=float, default=1.0, help="multiple of the task's learning rate (1)")
+    parser.add_argument("--split", action="store_true", help="divide the task's batch among the workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, help="passes over the data (those of the task)")
     parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
@@ -151,6 +152,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     task = (TASKS | TIMED)[args.task](args.data)
     way = WAYS[args.way](task, args.seed)
+    if args.split:
+        way.batch = max(1, task.batch // way.world)
     torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant
     found = train(task, way, args.lr * task.lr, task.epochs if args.epochs is None else args.epochs, args.interval)
     found |= {"metric": task.metric, "target": task.target}
