@@ -3,6 +3,7 @@
 That no process and no shared memory is left behind is seen to by `nothing_left`, for every test.
 """
 
+import gzip
 import importlib.util
 import json
 import os
@@ -376,6 +377,18 @@ def test_digits_are_learned_by_a_pool_whose_workers_keep_the_images():
     assert epochs(alone("pool_digits.py", "--workers", "2", "--epochs", "8", "--resident"))[-1][1] > 92
 
 
+@bare
+@pytest.mark.parametrize("way", ["--resident", "--serial"])
+def test_digits_of_a_file_are_learned_by_a_pool(way: str, tmp_path):
+    sklearn = pytest.importorskip("sklearn.datasets")
+    images, labels = sklearn.load_digits(return_X_y=True)
+    large = np.kron(images.reshape(-1, 8, 8)[:600], np.ones((3, 3))).astype(np.uint8) * 15
+    x, y = np.pad(large, ((0, 0), (2, 2), (2, 2))), labels[:600].astype(np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=x[:501], y_train=y[:501], x_test=x[501:], y_test=y[501:])
+    options = ("--workers", "2", "--epochs", "6", "--data", str(tmp_path / "mnist.npz"), way)
+    assert epochs(alone("pool_digits.py", *options))[-1][1] > 60
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_outputs_of_a_pool_are_as_numpy_says_without_a_framework(workers: int):
     path = str(EXAMPLES / "pool_reduce.py")
@@ -399,6 +412,36 @@ def test_the_scripts_of_the_feed_page_run_as_printed(tmp_path):
     np.testing.assert_allclose(run.center["w"], 1, atol=0.1)
     check = prefetch + "assert abs(w - 1).max() < 0.5\n"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=TIMEOUT_S)
+
+
+def test_the_programs_of_the_data_page_make_files_that_the_examples_read(tmp_path):
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("t10k", 4)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            content = head + rng.integers(0, 10, shape, np.uint8).tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    picture = np.arange(3 * 32 * 32, dtype=np.uint8).reshape(3, 32, 32)
+    for name in ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))):
+        (tmp_path / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(b"\7" + picture.tobytes())
+    for part in ("train", "test"):
+        for kind, text in (("pos", "Good, good film!<br />"), ("neg", "A bad film")):
+            (tmp_path / "aclImdb" / part / kind).mkdir(parents=True)
+            (tmp_path / "aclImdb" / part / kind / "0_9.txt").write_text(text)
+    page = (EXAMPLES.parent / "docs" / "data.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    for program in programs[:3]:
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=TIMEOUT_S)
+    x, y = module("models/images.py").read(tmp_path / "cifar10.npz", "train", 9)
+    assert y.tolist() == [7] * 5 and np.array_equal((x[0].numpy() + 2) * 64, picture)
+    x, _, x_test, y_test = module("pool_digits.py").load(tmp_path / "mnist.npz")
+    assert (len(x), x_test.shape, len(y_test)) == (6, (4, 784), 4)
+    words, labels = module("lstm.py").read(tmp_path / "imdb.npz", "train", 2, 6)
+    assert sorted(labels.tolist()) == [0, 1] and (words > 1).sum(1).sort().values.tolist() == [3, 4]
+    first, second, *_ = words[labels.argmax()].tolist()
+    assert first == second  # good, good
 
 
 def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):
