@@ -15,6 +15,7 @@ from maniple.cli import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = r"(?<![\w/])(examples/[\w/]+\.\w+)(?::(\w+))?"  # a file of the examples, and a class in it
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -97,6 +98,16 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
             command = cli.commands[words[1]]
             with contextlib.suppress(Exit), click.Context(command, **command.context_settings) as context:
                 command.parse_args(context, words[2:])
+
+
+def test_the_examples_that_commands_name_exist():
+    pages = {page.name: "\n".join(blocks(page, "sh")) for page in PAGES}
+    docstrings = {path.name: path.read_text().split('"""')[1] for path in (ROOT / "examples").rglob("*.py")}
+    named = [(where, name) for where, text in (pages | docstrings).items() for name in re.findall(EXAMPLE, text)]
+    assert len(named) > 30
+    for where, (path, kind) in named:
+        assert (ROOT / path).exists(), (where, path)
+        assert not kind or f"class {kind}" in (ROOT / path).read_text(), (where, path, kind)
 
 
 def test_the_doctors_page_names_every_check_and_no_other():
