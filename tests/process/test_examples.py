@@ -389,6 +389,16 @@ def test_digits_of_a_file_are_learned_by_a_pool(way: str, tmp_path):
     assert epochs(alone("pool_digits.py", *options))[-1][1] > 60
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_gradients_are_clipped_between_two_calls_of_a_pool(optimizer: str):
+    pytest.importorskip("sklearn")
+    options = ("--workers", "2", "--epochs", "2", "--optimizer", optimizer, "--lr", "0.05", "--clip", "0.5")
+    printed = alone("pool_gradients.py", *options)
+    assert percents(printed, "accuracy")[-1] > 85
+    found = re.findall(r"clipped (\d+) of (\d+) steps", printed)
+    assert [int(steps) for _, steps in found] == [29, 58] and 0 < int(found[-1][0]) < 58
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_outputs_of_a_pool_are_as_numpy_says_without_a_framework(workers: int):
     path = str(EXAMPLES / "pool_reduce.py")

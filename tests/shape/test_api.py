@@ -60,8 +60,9 @@ def test_pools_offer_these_members():
 
     assert list(inspect.signature(maniple.Pool).parameters) == ["n", "devices"]
     assert public(maniple.Pool) == {
-        "all_gather", "all_reduce", "broadcast", "close", "data", "drop", "function", "gather", "get", "lengths",
-        "pids", "profile", "reduce", "replicate", "scatter", "set", "shapes", "train_function",
+        "all_gather", "all_reduce", "broadcast", "close", "data", "drop", "function", "gather", "get",
+        "gradient_and_update", "lengths", "pids", "profile", "reduce", "replicate", "scatter", "set", "shapes",
+        "train_function",
     }  # fmt: skip
     assert public(pool.Function) == {"serial"}
     assert public(pool.Data) == {
