@@ -1,6 +1,8 @@
-"""The model classes of examples/models: by `maniple run --model`, alone, in a pool, and as modules of a script."""
+"""The model classes of examples/models: by `maniple run --model`, alone, in a pool, and by scripts; files of data."""
 
+import gzip
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from .conftest import MANIPLE, Run
-from .test_examples import EXAMPLES, ONE_THREAD, TIMEOUT_S, alone, percents
+from .test_examples import EXAMPLES, ONE_THREAD, TIMEOUT_S, alone, module, percents
 
 MODELS = EXAMPLES / "models"
 CLASSES = {"net": "Net", "alexnet": "AlexNet", "googlenet": "GoogLeNet", "vgg": "VGG", "resnet": "ResNet"}
@@ -113,3 +115,33 @@ def test_a_plain_script_trains_one_of_the_modules():
     pytest.importorskip("torch")
     options = ("--network", "vgg", "--width", "4", "--pictures", "640")
     assert percents(alone("cifar.py", *options), "test accuracy of the center")[-1] > 50  # 94; a guess: 10
+
+
+def test_the_programs_of_the_data_page_make_files_that_the_examples_read(tmp_path):
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("t10k", 4)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            content = head + rng.integers(0, 10, shape, np.uint8).tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    picture = np.arange(3 * 32 * 32, dtype=np.uint8).reshape(3, 32, 32)
+    for name in ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))):
+        (tmp_path / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(b"\7" + picture.tobytes())
+    for part in ("train", "test"):
+        for kind, text in (("pos", "Good, good film!<br />"), ("neg", "A bad film")):
+            (tmp_path / "aclImdb" / part / kind).mkdir(parents=True)
+            (tmp_path / "aclImdb" / part / kind / "0_9.txt").write_text(text)
+    page = (EXAMPLES.parent / "docs" / "data.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    for program in programs[:3]:
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=TIMEOUT_S)
+    x, y = module("models/images.py").read(tmp_path / "cifar10.npz", "train", 9)
+    assert y.tolist() == [7] * 5 and np.array_equal((x[0].numpy() + 2) * 64, picture)
+    x, _, x_test, y_test = module("pool_digits.py").load(tmp_path / "mnist.npz")
+    assert (len(x), x_test.shape, len(y_test)) == (6, (4, 784), 4)
+    words, labels = module("lstm.py").read(tmp_path / "imdb.npz", "train", 2, 6)
+    assert sorted(labels.tolist()) == [0, 1] and (words > 1).sum(1).sort().values.tolist() == [3, 4]
+    first, second, *_ = words[labels.argmax()].tolist()
+    assert first == second  # good, good
