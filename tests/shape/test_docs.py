@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -121,6 +122,17 @@ def test_the_doctors_page_names_every_check_and_no_other():
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_drawn_pictures_need_no_other_file_and_have_dark_colours_too():
+    drawn = list((ROOT / "docs/pictures").glob("*.svg"))
+    assert drawn
+    for path in drawn:
+        text = path.read_text()
+        root = ElementTree.fromstring(text)
+        assert root.get("viewBox") and root.find("{*}title") is not None
+        assert "prefers-color-scheme: dark" in text and "href" not in text and "@import" not in text
+        assert any(f"pictures/{path.name})" in page.read_text() for page in PAGES)
 
 
 def test_the_make_targets_of_the_readme_exist():
