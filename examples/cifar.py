@@ -1,61 +1,43 @@
 """A convolutional network classifies small photographs into ten classes. The same script runs under every rule.
 
     python examples/cifar.py                                              # alone, on generated pictures
-    maniple run -n 2 examples/cifar.py --data cifar10_5k.npz --pictures 5000 --epochs 10
-    maniple run -n 2 --rule downpour --every 1 examples/cifar.py --lr 0.001
+    maniple run -n 2 examples/cifar.py --data cifar10.npz --pictures 5000 --epochs 10
+    maniple run -n 2 --rule bsp examples/cifar.py --network resnet --width 8
 
+The networks are those of the folder `models`, without their classes: a script with its own loop needs the module only.
 Without --data, pictures are generated: each class has a pattern of coloured patches, which is shifted, mirrored and
 noisy. With --data, they come from a NumPy file with `x_train` (bytes: picture, row, column, colour), `y_train` and the
-same for `_test`, such as CIFAR-10 (Krizhevsky 2009) or a part of it.
+same for `_test`, such as CIFAR-10 (Krizhevsky 2009) or a part of it; docs/data.md says how to make it.
 """
 
 import argparse
+import importlib
+import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import maniple
 
-
-def read(path: Path, part: str, count: int) -> tuple[Tensor, Tensor]:
-    """Return up to `count` random pictures of a file, as floats centred at 0, and their labels."""
-    with np.load(path) as arrays:
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-    chosen = np.random.default_rng(0).permutation(len(y))[:count]  # the same ones on every worker
-    pictures = torch.from_numpy(x[chosen].transpose(0, 3, 1, 2).astype(np.float32) / 64 - 2)
-    return pictures, torch.from_numpy(y[chosen].astype(np.int64))
-
-
-def generate(part: str, count: int) -> tuple[Tensor, Tensor]:
-    """Generate pictures: the pattern of a class, shifted by up to 4 pixels, randomly mirrored, plus noise."""
-    patterns = np.random.default_rng(0).normal(size=(10, 3, 4, 4)).repeat(10, 2).repeat(10, 3)
-    rng = np.random.default_rng({"train": 1, "test": 2}[part])  # the same pictures on every worker
-    labels = rng.integers(0, 10, count)
-    pictures = rng.normal(size=(count, 3, 32, 32)).astype(np.float32)
-    for picture, label, (i, j) in zip(pictures, labels, rng.integers(0, 9, (count, 2)), strict=True):
-        picture += patterns[label, :, i : i + 32, j : j + 32][:, :, :: rng.choice((-1, 1))]
-    return torch.from_numpy(pictures), torch.from_numpy(labels)
-
-
-def build() -> nn.Module:
-    """Build a network of three convolutions with 2 x 2 max pooling, and two linear layers."""
-    layers: list[nn.Module] = []
-    for before, after in ((3, 16), (16, 32), (32, 64)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10))
+sys.path.append(str(Path(__file__).parent / "models"))
+from images import generate, read
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Return the share of pictures that are classified correctly."""
-    return (model(x).argmax(1) == y).float().mean().item()
+    right = (model.eval()(x).argmax(1) == y).float().mean().item()
+    model.train()
+    return right
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("net", "alexnet", "googlenet", "vgg", "resnet")
+    parser.add_argument("--network", choices=names, default="net", help="a file of the folder models (net)")
+    parser.add_argument("--width", type=int, default=16, help="channels of the first layer, or in proportion (16)")
     parser.add_argument("--data", type=Path, help="a file of pictures (default: generated ones)")
     parser.add_argument("--pictures", type=int, default=2000, help="training pictures; a fifth as many to test (2000)")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the pictures (3)")
@@ -70,7 +52,7 @@ def main() -> None:
         read(args.data, part, count) if args.data else generate(part, count)
         for part, count in (("train", args.pictures), ("test", args.pictures // 5))
     )
-    model = build()
+    model = getattr(importlib.import_module(args.network), args.network)(width=args.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     replica = worker.share(model, optimizer)
     batches = DataLoader(TensorDataset(*train), batch_size=args.batch_size, sampler=worker.sampler(train[0]))

@@ -1,12 +1,12 @@
 """An LSTM classifies the sentiment of film reviews: Platoon's example, on one worker or several.
 
     python examples/lstm.py                                 # alone, on a small generated task
-    maniple run -n 2 --every 5 examples/lstm.py --data imdb_200tok_10k.npz --epochs 3
+    maniple run -n 2 --every 5 examples/lstm.py --data imdb.npz --epochs 3
     maniple run -n 2 --validate-every 100 --patience 4 examples/lstm.py --ask      # early stopping by the controller
 
 Without --data, reviews are generated: positive if they have more positive than negative words. With --data, they are
 film reviews (IMDB, Maas et al. 2011) from a NumPy file with `train_tokens` (the concatenated word ids, 0 is padding),
-`train_lengths` (words in each review), `train_labels` (1 is positive) and the same for `test_`.
+`train_lengths` (words in each review), `train_labels` (1 is positive) and the same for `test_` (docs/data.md).
 """
 
 import argparse

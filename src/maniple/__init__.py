@@ -14,6 +14,7 @@ from maniple.worker import Replica, StopAfter, Worker, join
 if TYPE_CHECKING:
     from maniple.client import Client
     from maniple.controller import Controller
+    from maniple.feed.batch_files import BatchFiles
     from maniple.feed.local_feed import Feed
     from maniple.feed.prefetch import Prefetch
     from maniple.pool import Pool
@@ -25,6 +26,7 @@ __all__ = [
     "ASGD",
     "BSP",
     "EASGD",
+    "BatchFiles",
     "Client",
     "Controller",
     "Downpour",
@@ -46,6 +48,7 @@ __all__ = [
 
 
 _LATER = {  # so that `import maniple` stays light
+    "BatchFiles": "maniple.feed.batch_files",
     "Client": "maniple.client",
     "Controller": "maniple.controller",
     "Feed": "maniple.feed.local_feed",

@@ -70,7 +70,8 @@ class RateLimit(Pace):
     `c / maximum_rate`. An exchange that fails counts with its cost, and with its traffic if there was a connection.
 
     Args:
-        maximum_rate: the share, above 0 and up to 1; 0.25 if neither limit is given.
+        maximum_rate: the share, above 0 and up to 1; 0.25 if neither limit is given. With 0.5 / workers, the center is
+            idle half of the time, so that exchanges of different workers rarely wait for each other.
         bytes_per_s: the traffic.
     """
 

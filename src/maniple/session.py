@@ -27,7 +27,7 @@ _END_S = 60.0  # how long a run may take to end: workers leave, and the host sav
 class Session:
     """One run, started from Python as `maniple run` would start it.
 
-        with maniple.Session(model="models/net.py:Net", rule="easgd", workers=2) as session:
+        with maniple.Session(model="examples/models/net.py:Net", rule="easgd", workers=2) as session:
             exit_code = session.wait()
         print(session.folder)
 

@@ -210,6 +210,20 @@ def test_pictures_are_named_by_two_workers(tmp_path):
     assert max(each[-1] for each in accuracies) > bound
 
 
+@bare
+def test_prepared_batches_are_divided_among_two_workers_and_learned(tmp_path):
+    pytest.importorskip("torch")
+    folder = str(tmp_path / "batches")
+    assert "600 images in" in alone("prepared.py", folder, "--prepare", "--images", "600", "--batch-size", "24")
+    run = together(tmp_path, "prepared.py", folder, "--width", "8", how=("--rule", "bsp"))
+    reached = [percents(run.log(rank), "test accuracy of the center") for rank in (0, 1)]
+    assert reached[0] == reached[1] and reached[0][-1] > 50  # a guess: 10
+    # Equal shares of 25 files, one of which is left out, in 3 epochs; the time lost is recorded.
+    for rank in (0, 1):
+        assert run.events(rank, "progress")[-1]["step"] == 36
+        assert {row["feed"] for row in run.events(rank, "wait")} == {"files"}
+
+
 SMALL_TEXT = ("--characters", "60000", "--width", "32", "--epochs", "2")
 
 
@@ -376,6 +390,28 @@ def test_digits_are_learned_by_a_pool_whose_workers_keep_the_images():
     assert epochs(alone("pool_digits.py", "--workers", "2", "--epochs", "8", "--resident"))[-1][1] > 92
 
 
+@bare
+@pytest.mark.parametrize("way", ["--resident", "--serial"])
+def test_digits_of_a_file_are_learned_by_a_pool(way: str, tmp_path):
+    sklearn = pytest.importorskip("sklearn.datasets")
+    images, labels = sklearn.load_digits(return_X_y=True)
+    large = np.kron(images.reshape(-1, 8, 8)[:600], np.ones((3, 3))).astype(np.uint8) * 15
+    x, y = np.pad(large, ((0, 0), (2, 2), (2, 2))), labels[:600].astype(np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=x[:501], y_train=y[:501], x_test=x[501:], y_test=y[501:])
+    options = ("--workers", "2", "--epochs", "6", "--data", str(tmp_path / "mnist.npz"), way)
+    assert epochs(alone("pool_digits.py", *options))[-1][1] > 60
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_gradients_are_clipped_between_two_calls_of_a_pool(optimizer: str):
+    pytest.importorskip("sklearn")
+    options = ("--workers", "2", "--epochs", "2", "--optimizer", optimizer, "--lr", "0.05", "--clip", "0.5")
+    printed = alone("pool_gradients.py", *options)
+    assert percents(printed, "accuracy")[-1] > 85
+    found = re.findall(r"clipped (\d+) of (\d+) steps", printed)
+    assert [int(steps) for _, steps in found] == [29, 58] and 0 < int(found[-1][0]) < 58
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_outputs_of_a_pool_are_as_numpy_says_without_a_framework(workers: int):
     path = str(EXAMPLES / "pool_reduce.py")
@@ -391,14 +427,20 @@ def test_outputs_of_a_pool_are_as_numpy_says_without_a_framework(workers: int):
 
 def test_the_scripts_of_the_feed_page_run_as_printed(tmp_path):
     page = (EXAMPLES.parent / "docs" / "feed.md").read_text()
-    produce, train, prefetch = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    produce, train, prefetch, prepared = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     (tmp_path / "produce.py").write_text(produce)
     (tmp_path / "train.py").write_text(train)
     run = Run(tmp_path, "x", [str(MANIPLE), "run", "-n", "2", "--name", "x", "--feed", "produce.py", "train.py"], {})
     assert run.wait(TIMEOUT_S) == 0, run.output
     np.testing.assert_allclose(run.center["w"], 1, atol=0.1)
-    check = prefetch + "assert abs(w - 1).max() < 0.5\n"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=TIMEOUT_S)
+    random = np.random.default_rng(0)
+    (tmp_path / "prepared" / "train").mkdir(parents=True)
+    for number in range(40):
+        x = random.random((32, 10))
+        np.savez(tmp_path / "prepared" / "train" / f"batch-{number}.npz", x=x, y=x.sum(1))
+    for program in (prefetch, prepared):
+        check = program + "assert abs(w - 1).max() < 0.5\n"
+        subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True, timeout=TIMEOUT_S)
 
 
 def test_an_example_takes_the_rule_and_the_pace_from_the_command_line(tmp_path):

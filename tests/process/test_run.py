@@ -180,6 +180,24 @@ def test_the_command_line_chooses_rule_and_pace(run):
     )
 
 
+def test_a_worker_whose_exchanges_at_every_step_cost_too_much_says_so_once(run):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join()
+        params = {"w": np.zeros(500_000)}
+        replica = worker.share(params)
+        for _ in range(150):
+            replica.step()
+    """
+    done = run(script, "-n", "2", "--rule", "downpour")
+    for rank in (0, 1):
+        found = re.findall(r"exchanges at every step took (\d+)% of the time, over 50 exchanges", done.log(rank))
+        assert len(found) == 1 and int(found[0]) > 50, done.log(rank)
+        assert "--every 10" in done.log(rank) and "--maximum-rate 0.2" in done.log(rank)
+    rare = run(script.replace("range(150)", "range(700)"), "-n", "1", "--rule", "downpour", "--every", "10")
+    assert "exchanges at every step" not in rare.output
+
+
 def test_stop_after_ends_a_worker_with_its_last_exchange_done(run):
     done = run(
         """

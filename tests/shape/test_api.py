@@ -11,8 +11,9 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "BSP", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD", "MSync",
-        "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter", "Worker", "join",
+        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
+        "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
+        "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -60,8 +61,9 @@ def test_pools_offer_these_members():
 
     assert list(inspect.signature(maniple.Pool).parameters) == ["n", "devices"]
     assert public(maniple.Pool) == {
-        "all_gather", "all_reduce", "broadcast", "close", "data", "drop", "function", "gather", "get", "lengths",
-        "pids", "profile", "reduce", "replicate", "scatter", "set", "shapes", "train_function",
+        "all_gather", "all_reduce", "broadcast", "close", "data", "drop", "function", "gather", "get",
+        "gradient_and_update", "lengths", "pids", "profile", "reduce", "replicate", "scatter", "set", "shapes",
+        "train_function",
     }  # fmt: skip
     assert public(pool.Function) == {"serial"}
     assert public(pool.Data) == {

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from maniple.cli import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = r"(?<![\w/])(examples/[\w/]+\.\w+)(?::(\w+))?"  # a file of the examples, and a class in it
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -99,6 +101,16 @@ def test_the_commands_of_a_page_are_understood(page, tmp_path, monkeypatch):
                 command.parse_args(context, words[2:])
 
 
+def test_the_examples_that_commands_name_exist():
+    pages = {page.name: "\n".join(blocks(page, "sh")) for page in PAGES}
+    docstrings = {path.name: path.read_text().split('"""')[1] for path in (ROOT / "examples").rglob("*.py")}
+    named = [(where, name) for where, text in (pages | docstrings).items() for name in re.findall(EXAMPLE, text)]
+    assert len(named) > 30
+    for where, (path, kind) in named:
+        assert (ROOT / path).exists(), (where, path)
+        assert not kind or f"class {kind}" in (ROOT / path).read_text(), (where, path, kind)
+
+
 def test_the_doctors_page_names_every_check_and_no_other():
     from maniple.doctor import CHECKS
 
@@ -110,6 +122,17 @@ def test_the_doctors_page_names_every_check_and_no_other():
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_drawn_pictures_need_no_other_file_and_have_dark_colours_too():
+    drawn = list((ROOT / "docs/pictures").glob("*.svg"))
+    assert drawn
+    for path in drawn:
+        text = path.read_text()
+        root = ElementTree.fromstring(text)
+        assert root.get("viewBox") and root.find("{*}title") is not None
+        assert "prefers-color-scheme: dark" in text and "href" not in text and "@import" not in text
+        assert any(f"pictures/{path.name})" in page.read_text() for page in PAGES)
 
 
 def test_the_make_targets_of_the_readme_exist():

@@ -200,7 +200,7 @@ def test_tests_named_in_place_of_unit_tests_exist():
             assert list((ROOT / "tests").glob(name.removeprefix("tests/"))), name
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short(path: Path):
     assert len(path.read_text().splitlines()) < 100
 

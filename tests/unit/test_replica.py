@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from maniple.replica.context import TrainingContext
 from maniple.replica.replica import DataTime
 from maniple.replica.sharing import check_collectives
 from maniple.worker.worker import check_restart, logged
+from tests.simulated_clock import SimulatedClock
 
 
 def context(rank: int = 0, events: Events | None = None) -> TrainingContext:
@@ -73,6 +75,40 @@ def test_exchange_comes_when_the_pace_says_so(share, segment):
     assert replica.steps == 7
     replica.finish(exchange=True)  # the last steps are not lost
     assert value(segment) == 7
+
+
+def costly_training(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, exchange_s: float, start_s: float) -> None:
+    """Steps of 1 s each, after a start of `start_s`, and exchanges of `exchange_s`, on a simulated clock."""
+    time = SimulatedClock(100.0)
+    exchange = replica.sharing._center.exchange
+
+    def slow(*args, **kwargs):
+        time.now += exchange_s
+        return exchange(*args, **kwargs)
+
+    monkeypatch.setattr(replica.sharing._center, "exchange", slow)
+    with clock.replaced(time):
+        time.now += start_s
+        for _ in range(200):
+            time.now += 1.0
+            replica.step()
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1e4])  # the time before the first step does not count
+def test_costly_exchanges_at_every_step_warn_once_with_the_share_and_the_remedy(share, monkeypatch, start_s: float):
+    replica = share({"w": np.zeros(2)}, EASGD(0.5))
+    with pytest.warns(UserWarning, match=r"took 50% of the time") as warned:
+        costly_training(replica, monkeypatch, exchange_s=1.0, start_s=start_s)
+    (only,) = warned
+    assert "--every 10" in str(only.message) and "--maximum-rate 0.2" in str(only.message)
+
+
+@pytest.mark.parametrize(("pace", "exchange_s"), [(Every(1), 0.2), (Every(2), 5.0), (RateLimit(0.5), 1.0)], ids=repr)
+def test_cheap_or_rare_exchanges_do_not_warn(share, monkeypatch, pace, exchange_s: float):
+    replica = share({"w": np.zeros(2)}, EASGD(0.5), pace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costly_training(replica, monkeypatch, exchange_s=exchange_s, start_s=0.0)
 
 
 def test_many_exchanges_have_few_rows_and_exact_sums(share, tmp_path):

@@ -148,6 +148,11 @@ class FlatGradients:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.layout = Layout(entries)
 
+    @property
+    def gradient_count(self) -> int:
+        """The number of entries that are gradients; they come first."""
+        return len(self.layout.entries)
+
     def place(self, flat: dict[str, Any]) -> None:
         """Use these vectors, which are where the collectives reduce them."""
         raise NotImplementedError

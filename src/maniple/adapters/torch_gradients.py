@@ -63,6 +63,10 @@ class TorchGradients(FlatGradients):
         super().__init__(entries)
         self._views: list[Tensor] = []
 
+    @property
+    def gradient_count(self) -> int:
+        return len(self._parameters)
+
     def _check(self) -> None:
         """Raise InvalidArgument if a trained parameter has a gradient but no range here."""
         for parameter in [p for p in self._trained() if id(p) not in self._known]:

@@ -47,7 +47,7 @@ def run(**options: Any) -> None:
       maniple run -n 4 --listen 0.0.0.0:29400 --tls train.py
       maniple run -n 2 --hosts node-1,node-2 train.py    2 workers on each
       maniple run -n 4 --feed produce.py --producers 2 train.py
-      maniple run -n 2 --model models/net.py:Net --rule easgd
+      maniple run -n 2 --model examples/models/net.py:Net --rule easgd
       maniple run --resume runs/last                     continue a run
       maniple run session.yaml                           everything from a file
 

@@ -5,4 +5,5 @@ remote_feed          both ends over TCP, and the host's side
 ring                 the queue in shared memory, and the format of a batch
 producer_registry    which producers are alive, have ended or failed
 prefetch             a loader process for one worker alone
+batch_files          prepared batches in the files of a folder
 """

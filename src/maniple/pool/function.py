@@ -19,11 +19,12 @@ from maniple.contracts import Array, Collectives
 from maniple.errors import InvalidArgument
 from maniple.pool.data import LINE, Data, Handle, assign, is_numpy_compatible
 from maniple.pool.outputs import Ops, OutputReducer, check_ops, split_pair
-from maniple.pool.training import TrainingFunction
+from maniple.pool.training import TrainingFunction, TrainingPhase
 from maniple.rules.kernels import compiled
 
 ArgumentKey = int | str  # the position or the name of an argument
 Rows = range | Array
+_FLAT = "flat gradient"  # among the new values of a call; no argument has such a name
 _STREAMING_BYTES = 1 << 24  # more than a core's share of the cache, where non-temporal stores begin to pay
 
 
@@ -35,6 +36,7 @@ class FunctionSpec:
     reduce: Ops
     update: dict[str, str] = field(default_factory=dict[str, str])  # the handles it changes, and the op of each
     training: Callable[[], TrainingFunction] | None = None  # for a process that makes training steps with it
+    phase: TrainingPhase = TrainingPhase.STEP  # of a training step, that the function makes
 
 
 class Function:
@@ -63,6 +65,7 @@ class Function:
         names, takes_any = _parameters(spec.function)
         self._names = names if spec.training is None else names[1:]  # a loss has the model first
         self.model: Handle | None = None  # of a training function
+        self.flat: Handle | None = None  # the flat gradient, of a function that computes it
         self._training: TrainingFunction | None = None  # for `serial`
         given = _keys(scatter, "scatter"), _keys(broadcast, "broadcast")
         for name in (*given[0], *given[1], *spec.update):
@@ -86,6 +89,8 @@ class Function:
         """What one call on all selected rows would return."""
         call = self._call(args, kwargs, batch, batch_s, num_slices)
         updated = {name: self._handle(name, args, kwargs).number for name in self._spec.update}
+        if self.flat is not None:
+            updated[_FLAT] = self.flat.number
         reducer = OutputReducer(self._spec.reduce)
         for output, weight in self._run(call, updated, progress):
             if weight:
@@ -104,9 +109,9 @@ class Function:
             self._training = self._spec.training()
         result = execute(self._spec, call, rank=0, world=1, times=CallTimes(), training=self._training)
         if self._training is not None:
-            self._training.step()
+            self._training.commit(self._spec.phase)
         for name, value in result.updates.items():
-            handle = self._handle(name, args, kwargs)
+            handle = self.flat if name == _FLAT and self.flat is not None else self._handle(name, args, kwargs)
             handle.local = assign(handle.local, value)
         return result.output
 
@@ -280,6 +285,9 @@ def execute(
     With `training`, the mean gradient over all processes is computed; a process without rows takes part, too. The
     caller then makes the step and applies the updates, once all processes have succeeded.
     """
+    if training is not None and spec.phase is TrainingPhase.UPDATE:
+        times.calls += 1
+        return PartialResult(training.next_update(*call.args, **call.kwargs), 1.0, {})
     begin = time.perf_counter()
     sets, count = _own_rows(call, rank, world)
     times.copy_s += time.perf_counter() - begin
@@ -300,10 +308,13 @@ def execute(
         on_slice(number, len(slices))
     if training is not None:
         begin = time.perf_counter()
-        training.average(collectives())
+        training.average(collectives(), spec.phase)
         times.compute_s += time.perf_counter() - begin
     times.calls += 1
-    return PartialResult(outputs.value(), outputs.weight, updates.value() or {})
+    new_values = updates.value() or {}
+    if training is not None and spec.phase is TrainingPhase.GRADIENT:
+        new_values[_FLAT] = training.flat_gradient
+    return PartialResult(outputs.value(), outputs.weight, new_values)
 
 
 def _own_rows(call: FunctionCall, rank: int, world: int) -> tuple[dict[ArgumentKey, Any], int]:

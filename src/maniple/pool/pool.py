@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
 
+import numpy as np
+
 from maniple.contracts import Array
 from maniple.environment import shared_memory
 from maniple.errors import InvalidArgument
@@ -21,7 +23,7 @@ from maniple.pool.data import Data, DataMemory, Handle, HandleOrName, Handles, O
 from maniple.pool.function import ArgumentKey, Function, FunctionCall, FunctionSpec
 from maniple.pool.outputs import Ops, OutputReducer, check_ops
 from maniple.pool.processes import WorkerProcesses
-from maniple.pool.training import TrainingFunction, check_optimizer
+from maniple.pool.training import TrainingFunction, TrainingPhase, check_optimizer
 from maniple.pool.worker_process import PROGRESS_FILE, pickle_by_value
 
 _MAX_ARGUMENTS = 64  # of a loss: by default all of them are scattered
@@ -128,18 +130,39 @@ class Pool:
                 or a function that makes a torch optimizer from parameters.
             sets: the number of first arguments that are data sets to scatter; by default all.
         """
-        local = model.local if isinstance(model, Handle) else model
-        check_optimizer(local, optimizer, settings)
-        pickle_by_value(loss)
-        handle = model if isinstance(model, Handle) else self.replicate(model)
-        if handle is model:  # the workers' copies may differ, if a factory made them
-            self.broadcast(handle)
-        own, theirs = (functools.partial(TrainingFunction, one, loss, optimizer, settings) for one in (local, handle))
-        scatter = range(_MAX_ARGUMENTS if sets is None else sets)
+        handle, own, theirs = self._trained(model, loss, optimizer, settings)
         specs = FunctionSpec(loss, "mean", training=own), FunctionSpec(loss, "mean", training=theirs)
-        function = self._define(*specs, scatter, ())
+        function = self._define(*specs, range(_MAX_ARGUMENTS if sets is None else sets), ())
         function.model = handle
         return function
+
+    def gradient_and_update(
+        self, model: Any, loss: Callable[..., Any], optimizer: Any, *, sets: int | None = None, **settings: float
+    ) -> tuple[Function, Function]:
+        """The two halves of `train_function`, which takes the same arguments: a gradient, and an update with it.
+
+        The first is called with data sets and returns the loss. Each worker then has the mean gradient of all
+        parameters in one vector, the object of the handle `gradient.flat`. The second takes no arguments, updates the
+        model with what is in that vector, and returns the number of updates so far.
+
+            gradient, update = pool.gradient_and_update(model, loss, "adam", lr=0.01)
+            clip = pool.function(clip_norm)  # modifies the vector in place, in the same way on all workers
+            gradient(x, y, batch=rows)
+            clip(gradient.flat, 1.0)
+            update()
+        """
+        handle, own, theirs = self._trained(model, loss, optimizer, settings)
+        makers = functools.cache(own), functools.partial(_same, self.replicate(theirs))  # one for both halves
+
+        def half(fn: Callable[..., Any], reduce: Ops, phase: TrainingPhase, scatter: Iterable[ArgumentKey]) -> Function:
+            here, there = (FunctionSpec(fn, reduce, training=make, phase=phase) for make in makers)
+            return self._define(here, there, scatter, ())
+
+        gradient = half(loss, "mean", TrainingPhase.GRADIENT, range(_MAX_ARGUMENTS if sets is None else sets))
+        update = half(TrainingFunction.next_update, "max", TrainingPhase.UPDATE, ())
+        gradient.model = update.model = handle
+        gradient.flat = self.replicate(np.empty(0))  # placed by the first call
+        return gradient, update
 
     def data(self, array: Any) -> Data:
         """A copy of an array or a CPU tensor in shared memory, seen by all workers; a `np.memmap` stays in its file."""
@@ -264,6 +287,19 @@ class Pool:
         rows = self._workers.ask("profile", reset)
         return [{"rank": rank, **row} for rank, row in enumerate(rows)]
 
+    def _trained(
+        self, model: Any, loss: Callable[..., Any], optimizer: Any, settings: dict[str, float]
+    ) -> tuple[Handle, Callable[[], TrainingFunction], Callable[[], TrainingFunction]]:
+        """The handle of a model, and what makes its training function in this process and in the workers."""
+        local = model.local if isinstance(model, Handle) else model
+        check_optimizer(local, optimizer, settings)
+        pickle_by_value(loss)
+        handle = model if isinstance(model, Handle) else self.replicate(model)
+        if handle is model:  # the workers' copies may differ, if a factory made them
+            self.broadcast(handle)
+        own, theirs = (functools.partial(TrainingFunction, one, loss, optimizer, settings) for one in (local, handle))
+        return handle, own, theirs
+
     def _define(
         self, own: FunctionSpec, theirs: FunctionSpec, scatter: Iterable[ArgumentKey], broadcast: Iterable[ArgumentKey]
     ) -> Function:
@@ -355,6 +391,11 @@ def _end(workers: WorkerProcesses, segment: Segment, owner: int) -> None:
             workers.close("close() was called")
         finally:
             segment.remove()
+
+
+def _same(value: Any) -> Any:
+    """The argument: a handle that is sent to a worker arrives there as the worker's object."""
+    return value
 
 
 def _paired(given: Any, several: Sequence[Any], what: str) -> list[Any]:

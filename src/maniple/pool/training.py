@@ -1,5 +1,8 @@
 """Training steps of a pool: the gradient of a loss, its mean over all workers, and the optimizer's update.
 
+A step is one call, or two: after the first, each worker has the mean gradient in one flat vector, and the second makes
+the update with what is in there.
+
 Parameters `p` that are NumPy arrays are updated in place by gradients `g`; torch modules use torch.optim instead.
 
     sgd       p -= lr g
@@ -16,6 +19,7 @@ where v^ = v / (1 - b1^t), s^ = s / (1 - b2^t) and t counts the steps. Duchi et 
 """
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,14 @@ from maniple.adapters import FlatGradients, adapt
 from maniple.contracts import Array, Collectives, ResidentVectors
 from maniple.errors import InvalidArgument
 from maniple.pool.outputs import split_pair
+
+
+class TrainingPhase(Enum):
+    """The part of a training step that a function makes."""
+
+    STEP = "gradient and update"
+    GRADIENT = "gradient"
+    UPDATE = "update"
 
 
 class TrainingFunction:
@@ -49,12 +61,14 @@ class TrainingFunction:
             self.optimizer = optimizer(model.parameters())
         self._flat: FlatGradients = adapt(model, self.optimizer).gradients(norm="averaged")
         self._resident: tuple[Collectives, ResidentVectors] | None = None
+        self._vectors: dict[str, Array] = {}  # the flat gradients by dtype, where they were placed
         self._sum: dict[str, Array] = {}
-        self._rows = 0
+        self._rows = self._updates = 0
+        self._is_ready = False  # the flat gradient is complete in all processes
 
     def begin(self, rows: int) -> None:
         """Begin a step in which this process has `rows` rows."""
-        self._rows, self._sum = rows, {}
+        self._rows, self._sum, self._is_ready = rows, {}, False
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -73,25 +87,71 @@ class TrainingFunction:
             self._sum[name] = np.add(self._sum[name], term, out=term) if name in self._sum else term
         return float(loss)
 
-    def average(self, collectives: Collectives | None) -> None:
+    def average(self, collectives: Collectives | None, phase: TrainingPhase) -> None:
         """Average the gradient over all processes, weighted by rows."""
         if self._update is not None and not self._sum:  # this process has no rows
             self._sum = {name: np.zeros_like(value) for name, value in self.model.items()}
-        given = None if self._update is None else self._sum
-        if collectives is not None:
-            if self._resident is None or self._resident[0] is not collectives:
-                self._resident = collectives, collectives.reside(self._flat.layout.sizes)
-                self._flat.place(self._resident[1].flat)
-            self._flat.collect(given)
+        if collectives is None and phase is TrainingPhase.STEP:
+            return
+        self._place(collectives)
+        self._flat.collect(self._given)
+        if self._resident is not None:
             self._resident[1].all_reduce("mean", weight=float(self._rows))
-            self._flat.deliver(given)
+        if phase is TrainingPhase.STEP:
+            self._flat.deliver(self._given)
 
-    def step(self) -> None:
-        """Update the model."""
+    def commit(self, phase: TrainingPhase) -> None:
+        """Update the model, or note that the flat gradient is complete. All processes have succeeded so far."""
+        if phase is TrainingPhase.GRADIENT:
+            self._is_ready = True
+            return
+        if phase is TrainingPhase.UPDATE:
+            self._flat.deliver(self._given)
+        self._is_ready = False
+        self._updates += 1
         if self._update is not None:
             self._update.apply(self.model, self._sum)
         else:
             self.optimizer.step()
+
+    def next_update(self) -> int:
+        """The number of the update that `commit` is about to make; InvalidArgument without a gradient for it."""
+        if not self._is_ready:
+            raise InvalidArgument(
+                "there is no gradient to update with: none was computed since the last update, or the call failed. "
+                "Call the gradient function first."
+            )
+        return self._updates + 1
+
+    @property
+    def flat_gradient(self) -> Array:
+        """The gradient of all parameters as one vector. What is written there is used by the update."""
+        gradients = self._flat.layout.places[: self._flat.gradient_count]
+        sizes = {dtype: stop for dtype, _, stop in gradients}
+        if len(sizes) > 1:
+            raise InvalidArgument(
+                f"the parameters are of {' and '.join(sizes)}, but a flat gradient has one dtype. Convert the model, "
+                "with model.float() for instance, or use train_function."
+            )
+        ((dtype, size),) = sizes.items()
+        return self._vectors[dtype][:size]
+
+    @property
+    def _given(self) -> dict[str, Array] | None:
+        """The gradients that the loss has returned; None for a module, whose parameters have them."""
+        return None if self._update is None else self._sum
+
+    def _place(self, collectives: Collectives | None) -> None:
+        """Put the flat vectors where the collectives reduce them, or into memory of this process."""
+        if collectives is None:
+            if not self._vectors:
+                sizes = self._flat.layout.sizes
+                self._vectors = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
+                self._flat.place(self._vectors)
+        elif self._resident is None or self._resident[0] is not collectives:
+            self._resident = collectives, collectives.reside(self._flat.layout.sizes)
+            self._vectors = self._resident[1].flat
+            self._flat.place(self._vectors)
 
 
 def check_optimizer(model: Any, optimizer: Any, given: Mapping[str, float]) -> None:

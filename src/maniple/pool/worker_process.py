@@ -187,7 +187,7 @@ class PoolWorker:
         def commit() -> None:
             begin = time.perf_counter()
             if training is not None:
-                training.step()
+                training.commit(spec.phase)
             for name, value in result.updates.items():
                 store_object(updated[name], value)
             self._times.compute_s += time.perf_counter() - begin

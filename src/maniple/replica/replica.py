@@ -283,18 +283,21 @@ class Progress:
 
     In a row `exchanges`, `rounds`, `bytes` and the seconds of each part count from the worker's start; `staleness`,
     `ages` and `together` describe the exchanges since the previous row.
+
+    Attributes:
+        exchanges: the exchanges with the center so far.
     """
 
     def __init__(self, events: Events) -> None:
         self.start = self.written = clock.monotonic()
         self.next_row = self.start + _EVERY_S
         self._events = events
-        self._exchanges = self._rounds = self._bytes = 0
+        self.exchanges = self._rounds = self._bytes = 0
         self._reset()
 
     def exchange(self, outcome: Outcome) -> None:
         """Count an exchange with the center."""
-        self._exchanges += 1
+        self.exchanges += 1
         self._bytes += outcome.size_bytes
         self._staleness += outcome.staleness
         self._ages[min(_AGES - 1, int(outcome.staleness).bit_length())] += 1
@@ -310,7 +313,7 @@ class Progress:
         self.written = now
         self.next_row = now + (_EVERY_S if now - self.start < _HOUR_S else _LATER_S)
         elapsed = now - self.start
-        row: dict[str, Any] = {"exchanges": self._exchanges, "rounds": self._rounds, "bytes": self._bytes}
+        row: dict[str, Any] = {"exchanges": self.exchanges, "rounds": self._rounds, "bytes": self._bytes}
         if made := sum(self._ages):
             oldest = max(age for age, count in enumerate(self._ages) if count)
             row |= {"staleness": self._staleness / made, "ages": self._ages[: oldest + 1]}

@@ -10,6 +10,7 @@ from maniple.adapters import Adapter
 from maniple.clock import Deadline, clock
 from maniple.contracts import Array, Center, ExchangeInfo
 from maniple.errors import HostAway
+from maniple.pace import Every
 from maniple.replica.context import TrainingContext
 from maniple.replica.sharing import Sharing
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _RESIDENT_BYTES = 32 << 20  # of the center that `center()` keeps mapped in: a large model must fit in memory only once
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, for any number of workers
 _RETRY_S = 0.1  # between two tries of the last exchange with a host that is away
+_MEASURED = (10, 60)  # the first and the last exchange between which the cost is measured: the first ones load kernels
+_MAX_SHARE = 0.2  # of the time; beyond it, exchanges at every step cost more than they gain
 _UNANNOUNCED_S = 1.0  # absence of the host that is worth no warning: a lost packet, or a restart of the server
 
 
@@ -33,6 +36,7 @@ class WithCenter(Sharing):
     _away_since: float | None = None  # while exchanges fail
     _is_announced = False
     _has_warned = False  # about parameters whose lock cannot be taken
+    _measured_from = (0.0, 0.0)  # the time, and the seconds spent in exchanges until then
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
@@ -76,6 +80,8 @@ class WithCenter(Sharing):
         self._away_since, self._is_announced = None, False
         replica.progress.exchange(outcome)
         replica.count_exchange(cost_s, outcome.size_bytes)
+        if replica.progress.exchanges in _MEASURED:
+            self._measure_cost(info.live)
         if replica.is_primary and samples.shards:
             samples.write_position(replica, is_common=False)
         if outcome.refused or self._refusals.in_a_row:
@@ -87,6 +93,23 @@ class WithCenter(Sharing):
                 f"{names} could not be exchanged: a worker that is stopped, or makes no progress, holds the lock. "
                 "Training continues, and later exchanges include it once that worker goes on or has ended",
                 stacklevel=4,
+            )
+
+    def _measure_cost(self, live: int) -> None:
+        """Warn once if exchanges at every step take a large share of the time."""
+        replica, now = self.replica, clock.monotonic()
+        first, last = _MEASURED
+        if replica.progress.exchanges == first:
+            self._measured_from = now, replica.spent_s
+            return
+        begin, before_s = self._measured_from
+        share = (replica.spent_s - before_s) / max(1e-9, now - begin)
+        if replica.pace == Every(1) and share > _MAX_SHARE:
+            warnings.warn(
+                f"exchanges at every step took {share:.0%} of the time, over {last - first} exchanges (more than "
+                f"{_MAX_SHARE:.0%} rarely pays). Exchange less often, with --every 10, or limit their share of the "
+                f"time, with --maximum-rate {min(_MAX_SHARE, 0.5 / live):.2g}",
+                stacklevel=5,
             )
 
     def pull(self) -> None:

@@ -326,8 +326,8 @@ class LaunchOptions:
         None, "Exchange every N steps.", ALL, metavar="N", group=RULE, folder=True, resume="kept"
     )
     maximum_rate: float | None = setting(
-        None, "Spend at most this share of the time on exchanges, e.g. 0.1.", ALL, metavar="SHARE", group=RULE,
-        folder=True, resume="kept",
+        None, "Spend at most this share of the time on exchanges: 0.5 / workers is a good start.", ALL,
+        metavar="SHARE", group=RULE, folder=True, resume="kept",
     )  # fmt: skip
     listen: str | None = setting(
         None, "Let remote workers join: 0.0.0.0:29400, or port 0 for a free one.",
