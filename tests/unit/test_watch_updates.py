@@ -142,4 +142,4 @@ def test_a_page_has_the_target_and_the_speed_up_and_its_clock_starts_at_the_firs
     totals = viewer.small["totals"]
     assert (totals["speedup"], totals["target_s"], totals["target"]["best"]) == (2.0, 2.0, 0.3)
     assert viewer.curves["logged", "loss", -1][0].tolist() == [1.0, 2.0]
-    assert viewer.small["run"]["until"] == 2.0
+    assert (viewer.small["run"]["until"], viewer.small["run"]["target_at"]) == (2.0, 2.0)

@@ -124,12 +124,16 @@ class TargetStatus:
 
 
 class TargetSearch:
-    """Finds out when a run reaches its target, while the run continues."""
+    """Finds out when a run reaches its target, while the run continues.
+
+    Attributes:
+        reached: time since 1970 at which it was reached, as of the last call of `status`; None if it was not.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self._status = TargetStatus(target.name, target.value, target.falling)
-        self._reached: float | None = None  # time since 1970
+        self.reached: float | None = None
         self._searched: tuple[int, int] = (0, 0)  # generations and points of the series at the last search
         self._next = 0.0
 
@@ -138,18 +142,18 @@ class TargetSearch:
         by_rank = state.logged.named.get(self.target.name, {})
         points = sum(one.generation for one in by_rank.values()), sum(map(len, by_rank.values()))
         # Later points do not change when a target was reached, except that the center's values replace the workers'.
-        is_final = self._reached is not None and (self._status.of == "center" or CENTER not in by_rank)
+        is_final = self.reached is not None and (self._status.of == "center" or CENTER not in by_rank)
         begin = clock.monotonic()
         if points != self._searched and not is_final and (is_last or begin >= self._next):
             self._search(state)
             self._searched, self._next = points, begin + _COST_SHARE * (clock.monotonic() - begin)
-        if self._reached is None:
+        if self.reached is None:
             return self._status
-        return replace(self._status, reached_s=float(state.elapsed_at(np.array([self._reached]))[0]))
+        return replace(self._status, reached_s=float(state.elapsed_at(np.array([self.reached]))[0]))
 
     def _search(self, state: "RunState") -> None:
         series = value_series(state, self.target.name)
         target = self.target.resolve(series)
-        self._reached = target.reached(series)
+        self.reached = target.reached(series)
         whose = "center" if series.is_center else "workers"
         self._status = TargetStatus(target.name, target.value, target.falling, best=target.best(series), of=whose)

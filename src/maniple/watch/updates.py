@@ -129,8 +129,10 @@ def packed(values: np.ndarray) -> str:
 
 def _small_values(state: RunState) -> dict[str, Any]:
     when, reason = state.stop
+    totals = asdict(state.totals())
+    reached = state.target_search.reached if state.target_search else None
     return {
-        "totals": asdict(state.totals()),
+        "totals": totals,
         "workers": [[rank, *_columns(worker)] for rank, worker in sorted(state.workers.items())],
         "states": {rank: _history(state, worker) for rank, worker in state.workers.items()},
         "ages": sorted(state.ages.items()),
@@ -138,6 +140,7 @@ def _small_values(state: RunState) -> dict[str, Any]:
         "non_finite": state.logged.non_finite,
         "run": {
             "until": state.until - _since(state) if _since(state) else 0.0,
+            "target_at": None if reached is None else reached - _since(state),
             "epoch_size": state.epoch_size,
             "stop": reason if when else "",
             "exit_code": state.host_exit_code,

@@ -110,13 +110,13 @@ export class Charts {
 
   // A dashed line at the run's target, and a mark at the time when it was reached.
   #target(name, of) {
-    const { target = null, target_s: reached } = this.store.small.totals ?? {};
+    const { target = null, target_s: reached } = this.store.small.totals ?? {}, at = this.store.small.run?.target_at ?? null;
     if (target === null || target.name !== name) return [];
     const common = { type: "scatter", hovertemplate: "%{y:.4g}", name: `target ${targetText(target)}` };
     const line = { color: colour("quiet"), width: 1.2, dash: "dash" };
     const traces = [{ ...common, x: [this.#begin, this.store.until].map(of), y: [target.value, target.value], mode: "lines", line }];
     const marker = { symbol: "star", size: 13, color: colour("accent"), line: { color: colour("panel"), width: 1 } };
-    if (reached !== null) traces.push({ ...common, x: [of(reached)], y: [target.value], mode: "markers", marker, name: `reached after ${reached.toFixed(1)} s` });
+    if (at !== null) traces.push({ ...common, x: [of(at)], y: [target.value], mode: "markers", marker, name: `reached after ${reached.toFixed(1)} s` });
     return traces;
   }
 

@@ -35,7 +35,7 @@ export const formats = {
 };
 
 // A target with its direction, which is unknown until the value is logged.
-export function targetText({ name, value, falling }) { return `${name} ${falling === null ? "=" : falling ? "≤" : "≥"} ${number(value)}`; }
+export function targetText({ name, value, falling }) { return `${name} ${falling === null ? "=" : falling ? "≤" : "≥"} ${Number(value.toPrecision(6))}`; }
 
 export function duration(seconds) {
   const s = Math.max(0, Math.floor(seconds)), two = (n) => String(n).padStart(2, "0");

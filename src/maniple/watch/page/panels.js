@@ -16,11 +16,14 @@ export class Totals {
     const { totals, run } = store.small;
     for (const measure of store.schema.totals) {
       if (!store.isCounted(measure) || (measure.is_optional && !this.#isKnown(measure, totals))) continue;
-      let text = formats[measure.format](totals[measure.name]), note = measure.beside ? `of ${totals[measure.beside]}` : "";
+      let label = measure.label, text = formats[measure.format](totals[measure.name]), note = measure.beside ? `of ${totals[measure.beside]}` : "";
       if (measure.format === "bytes") [text, note] = text.split(" ");
       if (measure.name === "samples" && run.epoch_size) note = `${(totals.samples / run.epoch_size).toFixed(2)} epochs`;
-      if (measure.name === "target_s") note = `${targetText(totals.target)}${totals.target.best === null ? "" : `, best ${formats.number(totals.target.best)}`}`;
-      this.#put(measure.name.replace("steps", "samples"), measure.label, text, note, measure.help); // one cell for either
+      if (measure.name === "target_s") {
+        label = `time to ${targetText(totals.target)}`;
+        note = totals.target_s === null && totals.target.best !== null ? `best ${formats.number(totals.target.best)}` : "";
+      }
+      this.#put(measure.name.replace("steps", "samples"), label, text, note, measure.help); // one cell for either
     }
   }
 
