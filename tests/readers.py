@@ -14,6 +14,7 @@ from maniple.errors import InvalidArgument
 from maniple.launch.external_workers import ExternalWorkersMonitor
 from maniple.launch.terminal import RunMonitor, as_numbers, live_table, plain_lines
 from maniple.model.loop import finished_epochs, newest_checkpoint
+from maniple.monitor.target import parse_target
 from maniple.record import RunFolder
 from maniple.record.times import read_times
 from maniple.watch.compare import cells, differences, resolve_target, summarize
@@ -28,10 +29,12 @@ def read_all(run: Path) -> RunMonitor:
     """Read the rows of `run` by every reader. Errors that tell a person what is missing are allowed, others raise."""
     folder = RunFolder(run)
     board = RunMonitor(folder, 0)  # run, status
+    board.set_target(parse_target("loss=0.5"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         board.refresh()
         board.summary()
+        board.result()
         plain_lines(board.workers, board.totals())
         live_table(board.workers, board.totals(), height=50)
         msgspec.json.encode(as_numbers(board.workers, board.totals()))
@@ -56,12 +59,12 @@ def read_all(run: Path) -> RunMonitor:
 def _compare(run: Path) -> None:
     """compare, plot"""
     runs = open_runs([run], "loss")
-    target = resolve_target(runs, "loss", 0.5, None)
+    target = resolve_target(runs, parse_target("loss=0.5"))
     for one in summarize(runs, "loss", target=target):
         cells(one, "loss", target)
         msgspec.json.encode(one.as_row())
     differences(runs)
-    msgspec.json.encode(contents(runs, "loss"), enc_hook=str)
+    msgspec.json.encode(contents(runs, "loss", target=target), enc_hook=str)
 
 
 def _examine(run: Path) -> None:

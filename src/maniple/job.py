@@ -16,6 +16,8 @@ from maniple.errors import InvalidArgument, require_printable
 from maniple.feed.ring import MAX_PRODUCERS
 from maniple.host.listener import Listen
 from maniple.memory.segment import MAX_WORKERS
+from maniple.monitor.baseline import parse_baseline
+from maniple.monitor.target import parse_target
 from maniple.settings.options import DEFAULT_SEED, RunSettings, check_settings, recorded_settings
 from maniple.user_class import parse_arguments, parse_class
 from maniple.wire.address import Address
@@ -77,6 +79,7 @@ class Job(RunSettings):
         check_settings(self)
         self._check_min_workers()
         self._check_resume()
+        self._check_figures()
         self._check_collectives()
         if self.wire is not None:
             get_codec(self.wire)
@@ -113,6 +116,21 @@ class Job(RunSettings):
         if self.resume is not None and self.name is not None:
             raise InvalidArgument(
                 f"--resume continues in the run's own folder, so --name {self.name} cannot be given. Leave one out."
+            )
+
+    def _check_figures(self) -> None:
+        """Check the target and the baseline."""
+        if self.target is not None:
+            parse_target(self.target)
+        elif self.stop_at_target:
+            raise InvalidArgument("--stop-at-target has no target to stop at. Add --target loss=0.2, or leave it out.")
+        if self.baseline is None:
+            return
+        what = parse_baseline(self.baseline, self.runs)
+        if isinstance(what, float) and self.resume is not None:
+            raise InvalidArgument(
+                f"--baseline {self.baseline} would measure one worker from the beginning, but --resume continues a "
+                "run. Give the folder of a run with one worker: --baseline RUN."
             )
 
     def _check_collectives(self) -> None:

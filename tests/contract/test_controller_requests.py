@@ -15,7 +15,7 @@ import pytest
 from maniple.center import Segment
 from maniple.controller import Controller
 from maniple.errors import BadFrame, HandlerFailed, InvalidArgument, ManipleError, SharedMemoryFull, WaitedTooLong
-from maniple.host.controller_requests import ControllerRecord, ControllerRequests
+from maniple.host.controller_requests import ControllerRecord, ControllerRequests, request_stop
 from maniple.host.snapshots import BestCenter, discard_changes, prepare_resume
 from maniple.live_settings import Changes
 from maniple.memory.segment import LIVE
@@ -300,6 +300,17 @@ def test_run_that_goes_on_has_its_state_and_no_reason_to_stop(requested):
     requested.start()
     assert requested.requests.count((0, 1), 1, 1) == ""
     assert requested.controller.state["sum"] == 5
+
+
+def test_the_launcher_can_stop_all_workers_and_a_resumed_run_does_not_stop_again(requested):
+    assert requested.requests.count((0, 1), 10, 0) == ""
+    request_stop(requested.segment.path, "target loss 0.2: reached")
+    assert requested.requests.count((0, 1), 20, 0) == "target loss 0.2: reached"
+    assert [row["reason"] for row in requested.events("stop")] == ["target loss 0.2: reached"]
+    assert requested.ask("next", 1) == "stop"
+    prepare_resume(requested.segment)
+    requested.start()
+    assert requested.requests.count((0, 1), 30, 0) == ""
 
 
 def test_dead_validator_is_replaced_across_servers(requested):

@@ -132,6 +132,46 @@ def test_two_runs_are_compared(pair, tmp_path):
     assert typo.returncode == 2 and "Did you mean 'loss'?" in typo.stderr
 
 
+def test_one_worker_is_measured_before_the_run_and_the_run_stops_at_its_target(pair, tmp_path):
+    options = [
+        "--baseline",
+        "0.3",
+        "--target",
+        "loss=8",
+        "--stop-at-target",
+        "--name",
+        "both",
+        "--runs",
+        tmp_path / "runs",
+    ]
+    printed = maniple("run", "-n", 2, *options, pair.folder / "script.py", cwd=tmp_path)
+    both, alone = (
+        json.loads((tmp_path / "runs" / name / "run.json").read_text()) for name in ("both", "both-baseline")
+    )
+    assert (alone["asked"]["workers"], alone["asked"]["total_duration"], alone["exit_code"]) == (1, 0.3, 0)
+    assert (tmp_path / "runs/last").resolve().name == "both"
+    base, result = both["baseline"], both["result"]
+    assert (base["name"], base["workers"], base["unit"]) == ("both-baseline", 1, "samples")
+    assert base["rate"] == pytest.approx(alone["result"]["rate"])
+    assert result["speedup"] == pytest.approx(result["rate"] / base["rate"])
+    assert result["target"]["reached_s"] > 0 and result["target"]["falling"] is True
+    assert "measuring the baseline: one worker alone for 0.3 s" in printed
+    assert f"speed-up {result['speedup']:.2f}: " in printed and "target loss 8: reached after " in printed
+    shown = json.loads(maniple("watch", "--once", "--json", tmp_path / "runs/both", cwd=tmp_path).splitlines()[-1])
+    assert shown["totals"]["speedup"] == pytest.approx(result["speedup"])
+    assert shown["totals"]["target_s"] == pytest.approx(result["target"]["reached_s"])
+    (one,) = json.loads(maniple("compare", tmp_path / "runs/both", "--json", cwd=tmp_path))["runs"]
+    assert (one["baseline"], one["speedup"]) == ("both-baseline", pytest.approx(result["speedup"]))
+    assert one["target_s"] == pytest.approx(result["target"]["reached_s"])
+
+
+def test_a_run_stops_at_its_target_with_exit_code_0(tmp_path):
+    script = SCRIPT.replace("worker.sampler(600)", "worker.sampler(600_000)")  # an hour and a half
+    (tmp_path / "script.py").write_text("\n".join(line[4:] for line in script.splitlines()))
+    printed = maniple("run", "--target", "loss=8", "--stop-at-target", "--name", "run", "script.py", cwd=tmp_path)
+    assert "everybody stops: target loss 8: reached after" in printed
+
+
 def test_an_export_that_follows_a_run_has_all_of_its_rows(pair):
     with pair.table.open(newline="") as file:
         found = {(row["worker"], row["timestamp"], row["name"]): row for row in csv.DictReader(file)}

@@ -108,7 +108,7 @@ def _status(folder: Path) -> str:
 
 def test_a_run_whose_host_was_killed_is_shown_as_dead_with_the_command_to_continue(start):
     going = start(SCRIPT, "-n", "1")
-    going.await_event(0, "progress")
+    going.await_event(0, "progress", count=2)
     going.kill()
     follower = subprocess.Popen([MANIPLE, "watch", going.folder], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None

@@ -76,7 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("web")
     (folder / "train.py").write_text(SCRIPT)
     # Its output to a file: nobody reads a pipe while the tests look at the page.
-    command = f"exec {MANIPLE} run -n 2 --strict --name web --web --listen 127.0.0.1:0 train.py > printed 2>&1"
+    options = "-n 2 --strict --name web --web --listen 127.0.0.1:0 --target 'loss<=0.3'"
+    command = f"exec {MANIPLE} run {options} train.py > printed 2>&1"
     run = Shown(folder, "web", ["sh", "-c", command], BARE)
     yield run
     if run.process.poll() is None:
@@ -150,7 +151,7 @@ def curve(page: Any, name: str) -> tuple[list[float], list[float]]:
 
 def test_the_page_shows_both_workers_and_a_loss_that_falls_and_goes_on(run, page):
     await_true(page, "document.querySelectorAll('tr[data-state=training]').length === 2")
-    await_true(page, "document.getElementById('values').data?.length === 2")
+    await_true(page, "document.getElementById('values').data?.length >= 3")  # both, and the target
     await_(lambda: page.locator("#state").text_content() == "training")
     first = {
         name: await_(lambda name=name: xs if len((xs := curve(page, name))[0]) > 20 else None) for name in ("W0", "W1")
@@ -160,6 +161,15 @@ def test_the_page_shows_both_workers_and_a_loss_that_falls_and_goes_on(run, page
         assert grown[1][-1] < grown[1][0], "it falls"
     await_true(page, "Number(document.getElementById('total-version').innerText.match(/\\d+/)[0]) > 0")
     assert page.errors == []
+
+
+def test_the_page_shows_the_target_and_when_it_was_reached(page):
+    await_(lambda: re.fullmatch(r"[\d.]+ s", page.locator("#total-target_s dd span").text_content()))
+    assert page.locator("#total-target_s dt").text_content() == "time to loss ≤ 0.3"
+    assert curve(page, "target loss ≤ 0.3")[1] == [0.3, 0.3]
+    names = "document.getElementById('values').data.map((one) => one.name)"
+    mark = await_(lambda: next((name for name in page.evaluate(names) if name.startswith("reached after")), None))
+    assert curve(page, mark)[1] == [0.3]
 
 
 def test_each_worker_has_a_time_split_in_which_it_computes(page):

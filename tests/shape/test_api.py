@@ -99,8 +99,8 @@ def test_models_and_sessions_offer_these_members():
 SETTINGS = [
     "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
     "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet", "--resume",
-    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--tls", "--total-duration",
-    "--validate-every", "--wire",
+    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target", "--target",
+    "--tls", "--total-duration", "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip
 
@@ -112,6 +112,7 @@ SETTINGS = [
             "run",
             [
                 *SETTINGS,
+                "--baseline",
                 "--bind",
                 "--collectives",
                 "--collectives-deadline",
@@ -183,7 +184,7 @@ SETTINGS = [
             ],
         ),
         ("record", ["--plot"]),
-        ("plot", ["--against", "--log", "--output", "--smooth", "--value", "-o"]),
+        ("plot", ["--against", "--log", "--output", "--smooth", "--target", "--value", "-o"]),
         ("compare", ["--above", "--below", "--json", "--smooth", "--target", "--value"]),
         ("export", ["--follow", "--output", "--to", "-o"]),
         ("join", ["--certificate", "--device", "--task", "--token-file", "--wait"]),

@@ -149,6 +149,9 @@ def test_the_requested_settings_are_recorded():
         "model": None,
         "model_args": [],
         "snapshot_epochs": None,
+        "target": None,
+        "stop_at_target": False,
+        "baseline": None,
     }
     assert asked == {"script": str(Path(__file__).resolve())} | expected
 

@@ -506,7 +506,7 @@ def test_workers_that_train_on_without_their_host_make_no_pause(written):
     written.row("host", "start", 0)
     written.row(0, "join", 0)
     for at in range(1, 21):
-        written.progress(0, at, step=at, samples=at, elapsed=float(at))
+        written.progress(0, at, step=10 * at, samples=at, elapsed=float(at))
     written.row("host", "start", 12)
     written.row("host", "adopted", 12)
     state = written.run_state()
@@ -529,7 +529,7 @@ def test_the_exit_code_of_a_worker_that_failed_before_the_run_was_resumed_is_not
 def test_the_summary_of_a_resumed_run_divides_by_the_time_of_all_lives(written):
     board = RunMonitor(write_two_lives(written).folder, 1)
     board.refresh()
-    assert board.summary() == "40 steps, 2,000 samples in 20.0 s, 100 samples/s over 1 worker"
+    assert board.summary() == ["40 steps, 2,000 samples in 20.0 s, 100 samples/s over 1 worker"]
 
 
 def test_what_workers_printed_before_the_run_was_resumed_is_not_shown_again(written):

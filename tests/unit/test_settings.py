@@ -370,7 +370,8 @@ def test_every_option_is_judged_before_a_found_file_may_set_it():
     assert known == all_settings().keys(), "every option is declared"
     refused = {key for key, one in all_settings().items() if not one.folder}
     assert refused == {
-        "certificate", "collectives", "controller", "feed", "from", "host_job", "host_sbatch", "hosts", "key", "listen",
+        "baseline", "certificate", "collectives", "controller", "feed", "from", "host_job", "host_sbatch", "hosts",
+        "key", "listen",
         "max_memory", "model", "ray", "ray_address", "resume", "runs", "sbatch", "slurm", "web", "web_listen",
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from maniple.launch.terminal import (
 )
 from maniple.monitor import Totals, WorkerState
 from maniple.monitor.measures import initial_values
+from maniple.monitor.target import TargetStatus
 from maniple.monitor.worker_state import Counts
 from tests.simulated_clock import SimulatedClock
 
@@ -73,6 +74,17 @@ def test_the_run_in_one_line():
     totals = Totals(live=3, samples=9, samples_per_s=5000.4, workers=4, busy_workers=3.71, goodput=0.934, version=12345)
     assert total_line(totals) == "5,000 samples/s, busy 3.71 of 4 workers, goodput 93%, center version 12,345"
     assert total_line(replace(totals, live=0)).startswith("5,000 samples/s in the mean, busy 3.71")
+
+
+def test_a_target_has_a_line_of_its_own_and_takes_no_space_from_those_in_trouble():
+    crowd = {rank: WorkerState("dead" if rank == 60 else "training") for rank in range(64)}
+    totals = Totals(steps=1, speedup=1.834, target=TargetStatus("loss", 0.2, True, best=0.31))
+    text = drawn(crowd, totals, height=24).splitlines()
+    assert len(text) <= 24 and text[-1].rstrip() == "target loss 0.2: not yet, best 0.31"
+    assert "speed-up 1.83 over one worker" in text[-2]
+    assert plain_lines({0: TRAINING}, totals)[-1] == "target loss 0.2: not yet, best 0.31"
+    reached = replace(totals, target=TargetStatus("loss", 0.2, True, reached_s=1234.56))
+    assert plain_lines({0: TRAINING}, reached)[-1] == "target loss 0.2: reached after 1,234.6 s"
 
 
 def test_a_crowd_fits_into_the_terminal_and_those_in_trouble_are_seen():

@@ -14,10 +14,12 @@ from click.testing import CliRunner
 from maniple.cli import cli
 from maniple.connection.find_host import find_host
 from maniple.errors import InvalidArgument
+from maniple.monitor.target import parse_target
+from maniple.monitor.value_series import running_mean, value_series
 from maniple.watch import overlay, report
-from maniple.watch.compare import baseline, cells, differences, resolve_target, speedups, summarize
-from maniple.watch.plot import draw, shortened
-from maniple.watch.run_reader import check_value, open_runs, running_mean, value_series
+from maniple.watch.compare import NOT_GIVEN, baseline, cells, differences, resolve_target, speedups, summarize
+from maniple.watch.plot import draw, label, shortened
+from maniple.watch.run_reader import check_value, open_runs
 from tests.unit.engines import engine
 from tests.written import T0, Written
 
@@ -91,13 +93,15 @@ def test_the_curve_is_that_of_the_center_where_it_was_evaluated(make):
 
 
 def test_a_target_is_reached_from_the_side_from_which_the_value_comes(make):
-    falls, rises = make("falls"), make("rises", losses=(0.1, 0.5, 0.9))
+    falls, rises = make("falls"), make("rises", losses=(0.1, 0.5, 0.9, 0.2))
     runs = opened(falls, rises)
-    assert resolve_target(runs, "loss", 2.0, None).falling
-    assert not resolve_target(runs[1:], "loss", 0.5, None).falling
-    assert value_series(runs[0].state, "loss", window=1).reaches(2.0, falling=True) == T0 + 6
-    assert value_series(runs[1].state, "loss", window=1).reaches(0.5, falling=False) == T0 + 4
-    assert value_series(runs[0].state, "loss", window=1).reaches(0.5, falling=True) is None
+    first, second = (value_series(run.state, "loss", window=1) for run in runs)
+    assert resolve_target(runs, parse_target("loss=2")).falling
+    assert resolve_target(runs[1:], parse_target("loss=0.5")) == parse_target("loss>=0.5")
+    assert resolve_target(runs[1:], parse_target("loss<=0.5")).falling, "as written"
+    assert parse_target("loss<=2").reached(first) == T0 + 6
+    assert parse_target("loss>=0.5").reached(second) == T0 + 4
+    assert parse_target("loss<=0.5").reached(first) is None and parse_target("loss<=0.5").best(first) == 1.0
 
 
 # Lines on one clock
@@ -175,7 +179,7 @@ def test_a_run_has_one_colour_in_all_panels(make, tmp_path, monkeypatch):
     draw(runs, tmp_path / "plot.png")
     values, times, faster = figures[0].axes
     for i, run in enumerate(runs):
-        (line,) = (line for line in values.get_lines() if line.get_label().startswith(f"{run.name}, "))
+        (line,) = (line for line in values.get_lines() if line.get_label().startswith(label(run)))
         (tick,) = (tick for tick in times.get_yticklabels() if tick.get_text().startswith(run.name))
         environment = [run.workers, run.overall.rate / runs[1].overall.rate]
         points = [
@@ -202,7 +206,7 @@ def test_shares_of_time_add_up(make):
 
 def test_a_summary_has_the_numbers_of_a_run(make):
     runs = opened(make("one"), make("two", workers=2, rate=9))
-    target = resolve_target(runs, "loss", 2.0, None, window=1)
+    target = resolve_target(runs, parse_target("loss=2"), window=1)
     one, two = summarize(runs, "loss", target=target, window=1)
     assert (two.workers, two.rule, two.rate, two.speedup, two.measures["busy_workers"]) == (
         2,
@@ -235,7 +239,7 @@ def test_what_never_happened_is_not_made_up(make):
     written = make()
     written.row(0, "log", 9, step=5, loss="nan")
     runs = opened(written)
-    (one,) = summarize(runs, "loss", target=resolve_target(runs, "loss", 0.0, None), window=1)
+    (one,) = summarize(runs, "loss", target=resolve_target(runs, parse_target("loss=0")), window=1)
     assert (one.target_s, one.not_finite) == (None, 1)
     assert cells(one, "loss", None)["last loss"] == "1 (workers, 1 not finite)"
     (other,) = summarize(runs, "unknown")
@@ -397,3 +401,84 @@ def test_a_dead_host_is_reported_with_the_command_that_continues_the_run(tmp_pat
     written.folder.describe(asked=asked, lineage="0" * 16, node=os.uname().nodename)
     where = find_host(tmp_path / "run")
     assert where.is_dead and where.description.endswith("To continue: " + command.format(run=tmp_path / "run"))
+
+
+# Targets, bands and recorded baselines
+
+
+def test_the_clock_of_a_plot_starts_at_the_first_step_of_each_run(make, tmp_path):
+    for name, start_up in (("fast", 2.3), ("slow", 3.3)):
+        written = Written(tmp_path / name)
+        written.row(0, "join", 0)
+        written.row(0, "log", start_up - 1, step=0, loss=9.0)  # validated before the first step
+        written.progress(0, start_up, step=1, samples=1, elapsed=start_up - 0.5)
+        written.row(0, "log", start_up, step=1, loss=4.0)
+        written.row(0, "log", start_up + 5, step=9, loss=2.0)
+    runs = open_runs([tmp_path / "fast", tmp_path / "slow"], "loss")
+    for line in overlay.lines(runs, "loss", window=1):
+        assert line.xs.tolist() == pytest.approx([0.0, 0.0, 5.0])
+    assert overlay.axis_title("time", "seconds") == "seconds since the first step"
+
+
+def test_more_than_three_workers_are_a_band_and_fewer_are_lines_with_names(make, tmp_path, monkeypatch):
+    engine("matplotlib")
+    few, many = make("few", workers=3), make("many", workers=4)
+    for rank in range(4):
+        many.row(rank, "log", 9, step=9, loss=float(rank))
+    runs = opened(few, many)
+    assert [line.who for line in overlay.lines(runs, "loss") if line.run == 1] == ["mean of the workers"]
+    (band,) = overlay.bands(runs, "loss", window=1)
+    assert (band.run, band.who) == (1, "lowest to highest of 4 workers")
+    assert (band.low[-1], band.high[-1], band.xs[-1]) == (0.0, 3.0, 9.0)
+    figures = []
+    monkeypatch.setattr("maniple.watch.plot.save", lambda figure, path: figures.append(figure))
+    draw(runs, tmp_path / "plot.png")
+    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert {"few, worker 0", "few, worker 2", "many, lowest to highest of 4 workers"} <= set(names)
+    assert not any(name.startswith("many, worker") for name in names)
+    (found,) = report.contents(runs, "loss", window=1)["bands"]
+    assert (found["run"], found["low"][-1], found["high"][-1], found["x"]["time"][-1]) == (1, 0.0, 3.0, 9.0)
+
+
+def test_a_target_is_a_dashed_line_with_a_mark_where_a_run_reaches_it(make, tmp_path, monkeypatch):
+    engine("matplotlib")
+    runs = opened(make("never", losses=(4.0, 3.0)), make("reached"))
+    target = parse_target("loss<=2")
+    figures = []
+    monkeypatch.setattr("maniple.watch.plot.save", lambda figure, path: figures.append(figure))
+    draw(runs, tmp_path / "plot.png", target=target, window=1)
+    axes = figures[0].axes[0]
+    (line,) = (line for line in axes.get_lines() if line.get_label() == "target loss at or below 2")
+    assert line.get_linestyle() == "--" and set(line.get_ydata()) == {2.0}
+    (mark,) = (one for one in axes.collections if one.get_label() == "reached, reached after 6.0 s")
+    assert mark.get_offsets().tolist() == [[6.0, 2.0]]
+    contents = report.contents(runs, "loss", target=target, window=1)
+    assert contents["target"] == {"y": 2.0, "text": "target loss at or below 2"}
+    assert contents["marks"] == [
+        {"run": 1, "text": "reached after 6.0 s", "y": 2.0, "x": {"time": 6.0, "samples": 60.0, "epochs": 1.2}}
+    ]
+    assert "time to loss at or below 2" in contents["table"][0]
+
+
+def test_a_run_is_compared_by_its_own_target_unless_another_is_given(make):
+    two = make("two", workers=2, target="loss=2.5")
+    assert any("time to loss at or below 2.5" in line for line in compared(None, two))
+    assert any("time to loss at or below 1.5" in line for line in compared(None, two, options=["--target", "1.5"]))
+    assert any("time to loss at or above 3" in line for line in compared(None, two, options=["--target", "loss>=3"]))
+    assert any("time to loss at or above 2.5" in line for line in compared(None, two, options=["--above"]))
+    done = CliRunner().invoke(cli, ["compare", "--value", "a", "--target", "b=1", str(two.folder.path)])
+    assert "is for the value b, but --value is a" in str(done.exception)
+
+
+def test_a_recorded_baseline_counts_where_no_run_with_one_worker_is_given(make):
+    two = make("two", workers=2, rate=9)
+    recorded = {"name": "alone", "workers": 1, "rate": 10.0, "unit": "samples", "target": "loss<=2.5", "target_s": 9.0}
+    two.folder.describe(baseline=recorded)
+    (found,) = summarize(opened(two), "loss", target=parse_target("loss<=2.5"), window=1)
+    assert (found.speedup, found.baseline) == (pytest.approx(1.8), "alone")
+    assert (found.target_s, found.target_speedup) == (6.0, 1.5)
+    (curve,) = speedups(opened(two))
+    assert (curve.workers, curve.times, curve.runs) == ([1, 2], [1.0, pytest.approx(1.8)], [NOT_GIVEN, 0])
+    assert "speed-ups are over the recorded baseline alone, 10 samples/s." in compared(None, two)
+    runs = opened(two, make("one", rate=12))
+    assert [one.baseline for one in summarize(runs, "loss")] == ["one", "one"], "a run that is given counts more"

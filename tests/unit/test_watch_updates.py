@@ -53,7 +53,7 @@ def write(written: Written, i: int) -> None:
         if i == 0:
             written.row(rank, "join", 0.0, node="a")
         written.row(rank, "log", i + 1, step=i, loss=1 / (i + 1))
-        written.progress(rank, i + 1, step=i, samples=10 * i, exchange=0.1 * i, cpu=0.5 * i, ages=[1, 2])
+        written.progress(rank, i + 1, step=10 * i + 10, samples=10 * i, exchange=0.1 * i, cpu=0.5 * i, ages=[1, 2])
     if i % 10 == 0:
         written.row("server", "joined", i, worker=0, live=2)
 
@@ -96,7 +96,8 @@ def test_an_earlier_beginning_begins_anew(written):
     write(written, 0)
     state, updates, viewer = written.run_state(), Updates(), Viewer()
     viewer.receive(updates.next(state, {}))
-    written.row(2, "join", -5.0)
+    written.row(2, "join", -7.0)
+    written.progress(2, -5.0, step=1, elapsed=1.5)  # at its first step, which starts the clock
     state.refresh()
     viewer.receive(updates.next(state, {}))
     assert viewer.curves["logged", "loss", 0][0].tolist() == [6.0]
@@ -124,3 +125,21 @@ def test_metrics_are_in_the_format_of_prometheus(written):
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
     assert text.endswith("\n")
+
+
+def test_a_page_has_the_target_and_the_speed_up_and_its_clock_starts_at_the_first_step(written):
+    base = {"name": "one", "workers": 1, "rate": 50.0, "unit": "samples"}
+    written.row(0, "join", 0.0)
+    written.progress(0, 5.0, step=1, samples=10, elapsed=4.0)
+    written.progress(0, 7.0, step=21, samples=210, elapsed=6.0)
+    written.row(0, "log", 6.0, step=9, loss=0.8, center=True)
+    written.row(0, "log", 7.0, step=21, loss=0.3, center=True)
+    state = RunState(written.folder)
+    state.describe({"asked": {"target": "loss=0.5"}, "baseline": base})
+    state.refresh()
+    viewer = Viewer()
+    viewer.receive(Updates().next(state, {}))
+    totals = viewer.small["totals"]
+    assert (totals["speedup"], totals["target_s"], totals["target"]["best"]) == (2.0, 2.0, 0.3)
+    assert viewer.curves["logged", "loss", -1][0].tolist() == [1.0, 2.0]
+    assert (viewer.small["run"]["until"], viewer.small["run"]["target_at"]) == (2.0, 2.0)

@@ -218,9 +218,10 @@ def watch(
       maniple watch node-07:29400 --token-file token    a run on another machine
 
     Columns: speed, in samples (or steps) per second; loss, as last logged; sync, the share of time in exchanges;
-    staleness, the number of exchanges by others since the worker's last one. The last line: the mean number of busy
-    workers; goodput, the share of all workers' time that went into training; and the version of the center, which
-    counts the exchanges or rounds that changed it.
+    staleness, the number of exchanges by others since the worker's last one. The last line: the speed-up over one
+    worker, if the run has a --baseline; the mean number of busy workers; goodput, the share of all workers' time that
+    went into training; and the version of the center, which counts the exchanges or rounds that changed it. Below it
+    is the --target of the run and the time to it.
     """
     with WatchedRun(str(run), token_file, certificate) as subject:
         if web:

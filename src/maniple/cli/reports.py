@@ -1,22 +1,26 @@
 """The commands that report on recorded runs: `plot`, `compare`, `export` and `record`; and tables as text."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Any
 
 import click
 import msgspec
 
 from maniple.cli.command import PATH
 from maniple.errors import InvalidArgument
+from maniple.monitor.target import Target, parse_target
+from maniple.monitor.value_series import WINDOW
 from maniple.record.folder import json_line
 from maniple.record.times import PARTS, Times, read_times
 from maniple.watch.compare import baseline, cells, differences, resolve_target, speedups, summarize
 from maniple.watch.exports import KINDS, Exporting, open_export
 from maniple.watch.overlay import AXES, check_axis
 from maniple.watch.plot import shortened
-from maniple.watch.run_reader import WINDOW, check_run, check_value, open_runs
+from maniple.watch.run_reader import check_run, check_value, open_runs, recorded_target
 
 _GAP = "  "
 
@@ -89,8 +93,30 @@ smooth = click.option(
 _FORMATS = (".png", ".svg", ".pdf", ".html")
 
 
+def takes_target(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: give it --value and --target, which `value_and_target` resolves."""
+    value = "Logged value. Default: that of the target, else loss."
+    target = "Value to reach: 0.1, loss<=0.1, accuracy>=0.9. Default: the --target of the first run that has one."
+    return click.option("--value", metavar="NAME", help=value)(
+        click.option("--target", "aim", metavar="[NAME=]NUMBER", help=target)(command)
+    )
+
+
+def value_and_target(runs: list[Path], value: str | None, aim: str | None) -> tuple[str, Target | None]:
+    """The value that is meant, and the target: as given, or as the runs were started with."""
+    if aim is None:
+        target = recorded_target(runs, value)
+        return value or (target.name if target else "loss"), target
+    target = parse_target(aim, name=value or "loss")
+    if value is not None and target.name != value:
+        raise InvalidArgument(
+            f"--target {aim} is for the value {target.name}, but --value is {value}. Leave one of them out."
+        )
+    return target.name, target
+
+
 @click.command(short_help="Draw one or more runs.")
-@click.option("--value", default="loss", show_default=True, metavar="NAME", help="Logged value to draw.")
+@takes_target
 @click.option("--against", type=click.Choice(list(AXES)), default="time", show_default=True, help="The other axis.")
 @click.option(
     "-o",
@@ -104,36 +130,47 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
 @click.option("--log", "is_log", is_flag=True, help="Use a logarithmic scale for the value.")
 @smooth
 @click.argument("runs", nargs=-1, required=True, type=PATH)
-def plot(*, runs: tuple[Path, ...], value: str, against: str, output: Path, is_log: bool, window: int) -> None:
-    """Draw a value of one or more runs against time since the first worker started, samples or epochs.
+def plot(
+    *,
+    runs: tuple[Path, ...],
+    value: str | None,
+    aim: str | None,
+    against: str,
+    output: Path,
+    is_log: bool,
+    window: int,
+) -> None:
+    """Draw a value of one or more runs against training time, samples or epochs.
 
-    RUNS are folders of running or ended runs. Workers are thin lines; the center, or else the mean of the workers, is a
-    thick one. Below is where the time went and, if the runs have different numbers of workers, the speed-up. A report
-    (.html) has all axes, the settings and the table of `maniple compare`, and needs no network.
+    RUNS are folders of running or ended runs. Training time counts from the first step of any worker of a run. The
+    center, or else the mean of the workers, is a thick line; up to three workers are thin lines, and more are a band
+    from the lowest to the highest. A target is a dashed line, with a mark where a run reached it. Below is where the
+    time went and, if there is a run or a recorded baseline with one worker, the speed-up over it. A report (.html) has
+    all axes, the settings and the table of `maniple compare`, and needs no network.
 
     \b
       maniple plot runs/last
       maniple plot runs/one runs/two runs/four --against samples -o loss.svg
-      maniple plot runs/* --value val_accuracy -o report.html
+      maniple plot runs/* --target "val_accuracy>=0.9" -o report.html
     """
     if output.suffix.lower() not in _FORMATS:
         raise InvalidArgument(
             f"{output} cannot be drawn: its name ends in none of {', '.join(_FORMATS)}. Write -o plot.png."
         )
+    value, target = value_and_target(list(runs), value, aim)
     opened = open_runs(list(runs), value)
     check_value(opened, value)
     check_axis(opened, against)
+    target = None if target is None else resolve_target(opened, target, window=window)
     if output.suffix.lower() == ".html":
         from maniple.watch.report import write
     else:
         from maniple.watch.plot import draw as write
-    write(opened, output, value=value, against=against, window=window, is_log=is_log)
+    write(opened, output, value=value, target=target, against=against, window=window, is_log=is_log)
     click.echo(f"drawn: {output}")
     base = baseline(opened)
     if base is not None and base.workers != 1 and speedups(opened):
-        click.echo(
-            f"no run with one worker was given: speed-ups are relative to {base.name} with {base.workers} workers."
-        )
+        click.echo(f"no run with one worker was given: speeds are relative to {base.name} with {base.workers} workers.")
 
 
 _UNLIMITED = 100_000  # columns, where the output is no terminal
@@ -146,8 +183,7 @@ _BY_NEED = (
 
 
 @click.command(short_help="Print a table of runs side by side.")
-@click.option("--value", default="loss", show_default=True, metavar="NAME", help="Logged value to compare.")
-@click.option("--target", type=float, metavar="NUMBER", help="Show when the value first reached this.")
+@takes_target
 @click.option(
     "--below/--above", "falling", default=None, help="Side of the target to reach. Default: as in the first run."
 )
@@ -155,36 +191,45 @@ _BY_NEED = (
 @click.option("--json", "is_json", is_flag=True, help="Print the table as JSON.")
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 def compare(
-    *, runs: tuple[Path, ...], value: str, target: float | None, falling: bool | None, window: int, is_json: bool
+    *, runs: tuple[Path, ...], value: str | None, aim: str | None, falling: bool | None, window: int, is_json: bool
 ) -> None:
     """Print a table of runs: speed, speed-up, where time went, the last value, the time to a target, settings.
 
     RUNS are folders of running or ended runs. The value is the center's if it was logged inside `with
-    replica.center():` or validated; else the mean over workers of each one's last K values.
+    replica.center():` or validated; else the mean over workers of each one's last K values. A target is reached by the
+    first such value at it or beyond it. The speed-up is measured: over the fastest run with one worker, or else over
+    the baseline that a run has recorded (`maniple run --baseline`).
 
     \b
       maniple compare runs/one runs/four
       maniple compare runs/one runs/four --target 0.1
-      maniple compare runs/* --value val_accuracy --target 0.9 --above --json
+      maniple compare runs/* --target "val_accuracy>=0.9" --json
     """
+    is_given = aim is not None or value is not None
+    value, target = value_and_target(list(runs), value, aim)
     opened = open_runs(list(runs), value)
-    if target is not None or value != "loss":  # else runs without a loss are compared by the rest
+    if is_given:  # else runs that have not logged the value are compared by the rest
         check_value(opened, value)
-    aim = None if target is None else resolve_target(opened, value, target, falling, window=window)
-    found = summarize(opened, value, target=aim, window=window)
+    if target is not None:
+        target = replace(target, falling=target.falling if falling is None else falling)
+        target = resolve_target(opened, target, window=window)
+    found = summarize(opened, value, target=target, window=window)
     differ = differences(opened)
     if is_json:
         rows = [one.as_row() for one in found]
-        about = {"value": value, "target": target, "falling": aim.falling if aim else None}
+        goal = {"target": target.value, "falling": target.falling} if target else {"target": None, "falling": None}
+        about = {"value": value} | goal
         click.echo(json_line(about | {"runs": rows, "differences": differ}))
         return
     width = get_terminal_size((_UNLIMITED, 0)).columns  # of COLUMNS or the terminal
-    words = [cells(one, value, aim) for one in found]
+    words = [cells(one, value, target) for one in found]
     for line in _table({name: [row[name] for row in words] for name in words[0]}, width):
         click.echo(line)
     base = baseline(opened)
     if base is not None and base.workers != 1:
-        click.echo("no speed-ups: they are relative to a run with one worker, and none was given.")
+        click.echo("no speed-ups: they are relative to a run with one worker, and none was given or recorded.")
+    elif base is not None and all(one.path != base.path for one in found):
+        click.echo(f"speed-ups are over the recorded baseline {base.name}, {base.rate:,.0f} {base.unit}/s.")
     if differ:
         click.echo("\nsettings that differ")
         names = {"run": [one.name for one in found]}

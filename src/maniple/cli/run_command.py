@@ -21,7 +21,10 @@ from maniple.launch.run import run_job
 from maniple.queues import QUEUES
 
 # Options that many training scripts have as well: after the script, they are no sign of a mistake.
-_COMMON_IN_SCRIPTS = {"seed", "name", "resume", "max_epochs", "max_batches", "model", "wire", "quiet", "keep", "every"}
+_COMMON_IN_SCRIPTS = {
+    "seed", "name", "resume", "max_epochs", "max_batches", "model", "wire", "quiet", "keep", "every", "target",
+    "baseline",
+}  # fmt: skip
 
 
 @takes_settings("run")
@@ -48,6 +51,7 @@ def run(**options: Any) -> None:
       maniple run -n 2 --hosts node-1,node-2 train.py    2 workers on each
       maniple run -n 4 --feed produce.py --producers 2 train.py
       maniple run -n 2 --model examples/models/net.py:Net --rule easgd
+      maniple run -n 4 --baseline 30 --target loss=0.2 train.py    measure the speed-up over one worker
       maniple run --resume runs/last                     continue a run
       maniple run session.yaml                           everything from a file
 

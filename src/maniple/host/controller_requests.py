@@ -8,7 +8,7 @@ again, and the controller does not see the request twice.
 import threading
 import traceback
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,23 @@ from maniple.settings.options import Limits
 from maniple.wire.frames import NO_TIMEOUT_S, Stream
 from maniple.wire.messages import ControllerReply, ControllerRequest, Heartbeat, refusal_of, to_json
 
-_FILE = "controller"
+_FILE, _STOP_REQUEST = "controller", "stop-request"
 _MAX_INFO_BYTES = 8 << 20  # of one request
 _MAX_STEPS = 1 << 48  # so that sums over all workers fit into 64 bits
 _LEASE_PREFIX = "maniple-"  # requests for leases, which the controller does not see
 _MAX_WORKERS = 2 * MAX_WORKERS  # a worker makes requests under one name, and those for leases under another
 _RECORD_INTERVAL_S = 1.0  # for the workers' counts: each heartbeat repeats them, so losing one is harmless
 _CHANGE_TIMEOUT_S = 30.0  # how long `maniple change` waits for a controller that is answering
+
+
+def request_stop(segment: Path, reason: str) -> None:
+    """Let the controller stop all workers. The launcher, which is another process than the controller's, calls it."""
+    write_whole(segment / _STOP_REQUEST, reason.encode())
+
+
+def withdraw_stop(segment: Path) -> None:
+    """Forget the request of `request_stop`: the run is resumed."""
+    (segment / _STOP_REQUEST).unlink(missing_ok=True)
 
 
 class ControllerRecord(msgspec.Struct):
@@ -195,6 +205,8 @@ class ControllerRequests:
 
     def _check_limits(self, now: float) -> None:
         with self._limits_lock:
+            with suppress(OSError):  # usually there is none
+                self._policy.stop((self._segment.path / _STOP_REQUEST).read_text())
             reason = self._policy.check_limits(now)
             if reason and not self.stop_reason:
                 self._events.write("stop", reason=reason)

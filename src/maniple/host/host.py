@@ -14,7 +14,7 @@ from maniple.center.snapshot import Manifest, check_snapshot, newest_snapshot, r
 from maniple.clock import clock
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
-from maniple.host.controller_requests import ControllerRecord
+from maniple.host.controller_requests import ControllerRecord, recording_failure, request_stop
 from maniple.host.snapshots import (
     EXPORT_IN_PROGRESS,
     RestorePoint,
@@ -192,6 +192,11 @@ class Host:
         state = ControllerRecord.read(self.segment.path).policy_state
         return state.bests, state.misses
 
+    def request_stop(self, reason: str) -> None:
+        """Let the controller stop all workers, each after its next heartbeat."""
+        with recording_failure(self.events):
+            request_stop(self.segment.path, reason)
+
     def expect(self, rank: int) -> None:
         """Prepare for a new process of worker `rank`, which has not joined yet."""
         self.segment.renew(rank)
@@ -255,7 +260,7 @@ class Host:
         finish_all(self.segment)
         return self.close(None)
 
-    def close(self, exit_code: int | None) -> list[Path]:
+    def close(self, exit_code: int | None, *, result: dict[str, Any] | None = None) -> list[Path]:
         """Save the center, remove the shared memory and record how the run ended; returns the center's files.
 
         If the center cannot be saved it stays in memory, and a later run saves it; the exit code is then UNSAVED
@@ -284,7 +289,7 @@ class Host:
             self.events.close()
             with suppress(OSError):
                 if not is_superseded(self.folder, self._restored):
-                    ends = {"ends": self._ends} if self._ends else {}
+                    ends = ({"ends": self._ends} if self._ends else {}) | ({"result": result} if result else {})
                     is_saved = not problem
                     self.folder.describe(ended=clock.time(), exit_code=exit_code, is_saved=is_saved, **ends, **problem)
         return [] if path is None else [self.folder.center / file.name for file in sorted(path.glob("*.safetensors"))]
@@ -304,7 +309,7 @@ def _adopt(folder: RunFolder, segment: Segment, settings: Settings) -> tuple[Pos
         lost = "steps since it was brought up to date are lost"
     else:
         lost = "no exchange was lost"
-    folder.describe(resumed=clock.time(), exit_code=None, ended=None, ends={}, **_new_settings(settings))
+    folder.describe(resumed=clock.time(), exit_code=None, ended=None, ends={}, result=None, **_new_settings(settings))
     event = {"finished": finished, "saved": None if common is None else common.saved}
     return common, f"the center has survived in shared memory: {lost}", event
 
@@ -322,7 +327,7 @@ def _restore(
         for rank in folder.ranks():  # they may return; new workers get other ranks
             segment.mark(rank, DEAD)
         segment.mark_complete()
-        ended: dict[str, Any] = {"exit_code": None, "ended": None, "ends": {}}
+        ended: dict[str, Any] = {"exit_code": None, "ended": None, "ends": {}, "result": None}
         folder.describe(resumed=clock.time(), restored=count, **ended, **_new_settings(settings))
     except BaseException:
         segment.remove()

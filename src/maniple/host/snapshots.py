@@ -36,7 +36,7 @@ from maniple.clock import Deadline, clock
 from maniple.contracts import Array, Entry
 from maniple.controller import WorkerProcess
 from maniple.errors import InvalidArgument
-from maniple.host.controller_requests import ControllerRecord, recording_failure
+from maniple.host.controller_requests import ControllerRecord, recording_failure, withdraw_stop
 from maniple.memory.locks import held
 from maniple.memory.segment import Segment
 from maniple.record import Events, RunFolder
@@ -272,6 +272,7 @@ def prepare_resume(segment: Segment) -> None:
     record = ControllerRecord.read(segment.path)
     record.policy_state.reset_for_resume()
     record.write(segment.path)
+    withdraw_stop(segment.path)
     for _, table in leases.tables(segment):
         table.reset_passes()
 

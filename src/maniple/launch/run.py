@@ -6,7 +6,7 @@ import selectors
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from maniple.host import Host
 from maniple.host.host import UNSAVED
 from maniple.host.listener import Listener
 from maniple.job import Job, rendezvous_address, thread_variables
+from maniple.launch.baseline_run import find_baseline, with_name
 from maniple.launch.cores import divide_cores, threads_each
 from maniple.launch.external_workers import ExternalWorkersMonitor
 from maniple.launch.process import ChildProcess, LaunchedWorker, exit_text, killed_by, stop_all
@@ -32,7 +33,7 @@ from maniple.launch.services import (
     ServerProcess,
     periodic_snapshots,
 )
-from maniple.launch.terminal import Display, RunMonitor, StopNotices, ValidationNotice, open_display
+from maniple.launch.terminal import Display, RunMonitor, StopNotices, TargetNotice, ValidationNotice, open_display
 from maniple.memory.segment import LIVE, MAX_WORKERS
 from maniple.queues.queue import COMMAND_SLICE_S
 from maniple.queues.submission import QueuedWorkers
@@ -57,6 +58,12 @@ def run_job(job: Job, queue: QueuedWorkers | None = None, *, run: Path | None = 
         run: a folder that was prepared for this run; if the run was started there before, it is resumed.
     """
     job.check()
+    baseline = None
+    if job.baseline is not None:
+        job = with_name(job)
+        baseline, exit_code = find_baseline(job, run_job)
+        if exit_code:
+            return exit_code
     # From here on there is something to clean up: signals are noted until the run can end in order.
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _INTERRUPTS}
@@ -66,6 +73,8 @@ def run_job(job: Job, queue: QueuedWorkers | None = None, *, run: Path | None = 
             host.folder.unstop()  # of an earlier life; a prepared folder may have been stopped before this point
         else:
             host = Host.start_prepared(shared_memory(), run, job.record(), keep=job.keep)
+        if baseline is not None:
+            host.folder.describe(baseline=asdict(baseline))
         try:
             job_run = _JobRun(job, host, queue)
         except BaseException:
@@ -95,6 +104,7 @@ class _JobRun:
         self._monitor = RunMonitor(host.folder, job.workers, from_now_on=True)
         self._display = open_display(quiet=job.quiet, is_json=job.is_json, is_brief=self._has_host_job)
         self._stop_notices, self._validation_notice = StopNotices(), ValidationNotice(job, host)
+        self._target_notice = TargetNotice()
         self._stop_grace: Deadline | None = None  # since `maniple stop` was noticed
         self._display_error = ""  # why something could not be shown
         self._is_paused = self._is_hurried = self._is_log_full = False
@@ -319,14 +329,14 @@ class _JobRun:
         """End the server, save the center and summarise the run; returns the exit code."""
         self._server.close(is_over=not self._is_paused)
         try:
-            saved = self._host.pause() if self._is_paused else self._host.close(exit_code)
+            saved = self._host.pause() if self._is_paused else self._host.close(exit_code, result=self._result())
         except Exception as error:  # of any kind: the workers have ended, and the center is still in memory
             self._error(
                 f"the center could not be saved: {error}. It is kept in {self._host.segment.path}: "
                 "make room, and the next `maniple run` saves it to the run folder."
             )
             return exit_code or UNSAVED
-        self._show(lambda: self._display.say(self._monitor.summary()))
+        self._show(lambda: [self._display.say(line) for line in self._monitor.summary()])
         if self._host.lost:
             who = ", ".join(f"worker {rank} ({why})" for rank, why in sorted(self._host.lost.items()))
             self._say(f"lost on the way: {who}")
@@ -345,6 +355,12 @@ class _JobRun:
             self._say(f"to continue: {resume_command(self._host.folder.path)}")
         return exit_code
 
+    def _result(self) -> dict[str, Any] | None:
+        """The figures of the run for run.json; None if they cannot be computed, which must not end the run."""
+        found: list[dict[str, Any]] = []
+        self._show(lambda: found.append(self._monitor.result()))
+        return found[0] if found else None
+
     # What a person sees
 
     def _refresh(self, *, is_last: bool = False) -> None:
@@ -355,6 +371,10 @@ class _JobRun:
         self._show(lambda: self._display.show(self._monitor, self._monitor.printed(), is_last=is_last))
         for line in self._stop_notices.due(self._monitor.stop_reason, [worker.rank for worker in running]):
             self._say(line)
+        if notice := self._target_notice.due(self._monitor, is_last=is_last):
+            self._say(notice)
+            if self._job.stop_at_target:
+                self._host.request_stop(f"{notice} (--stop-at-target)")
         if notice := self._validation_notice.due(self._monitor, is_last=is_last):
             self._error(notice)
 

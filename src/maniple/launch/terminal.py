@@ -18,6 +18,7 @@ from maniple.clock import clock
 from maniple.host import Host
 from maniple.job import Job
 from maniple.monitor import RunState, Totals, WorkerState
+from maniple.monitor.baseline import Baseline
 from maniple.monitor.measures import MEASURES, RUN_MEASURES
 from maniple.monitor.worker_state import BAD, WAITING
 from maniple.record import RunFolder, Tail
@@ -27,7 +28,7 @@ from maniple.text import count, last_words
 
 _LEFT = {"worker", "state"}
 _STYLES = {"training": "green", "starting": "yellow", "stopped": "yellow"} | dict.fromkeys(BAD, "bold red")
-_TABLE_LINES = 3  # beside the workers: header, workers left out, totals
+_TABLE_LINES = 3  # beside the workers: header, workers left out, totals; a target takes one more
 _PLAIN_FIRST_S, _PLAIN_MAX_S = 5.0, 60.0  # interval between lines of all workers; doubled each time
 _TABLE_INTERVAL_S, _JSON_INTERVAL_S = 0.5, 1.0
 _STOP_NOTICE_S = 60.0  # the longest step that is still plausible; then workers that continue are named
@@ -44,6 +45,7 @@ class RunMonitor(RunState):
 
     def __init__(self, folder: RunFolder, workers: int, *, from_now_on: bool = False) -> None:
         super().__init__(folder, workers=workers)
+        self.describe(folder.read())
         self.bars: dict[int, tuple[str, ...]] = {}
         self._created = clock.time()
         logs = folder.log("host").parent.glob("*.log") if from_now_on else ()
@@ -97,13 +99,28 @@ class RunMonitor(RunState):
         path = self.folder.log(who)
         return last_words(path, unwritten, start=self._log_starts.get(path.name, 0))
 
-    def summary(self) -> str:
-        """One line on the whole run."""
-        totals = self.totals()
-        longest = max((one.total.elapsed_s for one in self.workers.values()), default=0.0)
-        rate = f", {totals.samples / longest:,.0f} samples/s" if totals.samples and longest else ""
+    def summary(self) -> list[str]:
+        """Lines on the whole run: what was done, the measured speed-up, the time to the target."""
+        totals, overall, base = self.totals(), self.overall(), self.baseline
+        rate = f", {overall.rate:,.0f} samples/s" if totals.samples and overall.rate else ""
         workers = count(totals.workers, "worker")
-        return f"{totals.steps:,} steps, {totals.samples:,} samples in {longest:.1f} s{rate} over {workers}"
+        lines = [f"{totals.steps:,} steps, {totals.samples:,} samples in {overall.seconds:.1f} s{rate} over {workers}"]
+        if base is not None and totals.speedup is not None:
+            measured = f"{base.rate:,.0f} {base.unit}/s of one worker, {base.name}"
+            lines.append(f"speed-up {totals.speedup:.2f}: {overall.rate:,.0f} {overall.unit}/s over {measured}")
+        elif base is not None and overall.rate:
+            lines.append(f"no speed-up: {base.name} counted {base.unit}, and this run {overall.unit}")
+        return lines + target_lines(totals, base)
+
+    def result(self) -> dict[str, Any]:
+        """What run.json keeps as `result`: the training time, the measured speed, and the time to the target."""
+        totals, overall = self.totals(), self.overall()
+        found: dict[str, Any] = {"seconds": overall.seconds, "rate": overall.rate, "unit": overall.unit}
+        if totals.speedup is not None:
+            found["speedup"] = totals.speedup
+        if totals.target is not None:
+            found |= {"target": asdict(totals.target), "target_speedup": totals.target_speedup}
+        return found
 
 
 def open_display(*, quiet: bool, is_json: bool = False, is_brief: bool = False) -> "Display":
@@ -183,7 +200,7 @@ class PlainDisplay(HostDisplay):
     def _show_new(self, lines: list[str]) -> None:
         """Print lines that differ from the last ones of the same workers; the totals only together with such a line."""
         new = {who: line for line in lines if self._shown.get(who := line.partition(":")[0]) != line}
-        if new.keys() != {"all"}:
+        if any(who.startswith("W") for who in new):
             self._shown |= new
             for line in new.values():
                 print(line, flush=True)
@@ -271,8 +288,18 @@ def total_line(totals: Totals) -> str:
     """The run in one line."""
     rate, unit = (totals.samples_per_s, "samples") if totals.samples else (totals.steps_per_s, "steps")
     mean = "" if totals.live else " in the mean"  # no worker trains any more
-    phrases = [one.phrase.format(getattr(totals, one.name), totals) for one in RUN_MEASURES if one.phrase]
+    values = ((one, getattr(totals, one.name)) for one in RUN_MEASURES if one.phrase)
+    phrases = [one.phrase.format(value, totals) for one, value in values if value is not None]
     return ", ".join([f"{rate:,.0f} {unit}/s{mean}", *phrases])
+
+
+def target_lines(totals: Totals, base: Baseline | None = None) -> list[str]:
+    """The target in one line, with the baseline's time to it; none without a target."""
+    if totals.target is None:
+        return []
+    if base is None or totals.target_speedup is None:
+        return [totals.target.text]
+    return [f"{totals.target.text}, {totals.target_speedup:.2f} times as fast as one worker ({base.target_s:,.1f} s)"]
 
 
 def as_numbers(workers: Mapping[int, WorkerState], totals: Totals) -> dict[str, Any]:
@@ -297,7 +324,8 @@ def live_table(
     bars: Mapping[int, Sequence[str]] | None = None,
 ) -> Group:
     """A table of the workers, as many as `height` lines allow, with their progress bars and the totals."""
-    room = max(4, height - _TABLE_LINES)
+    target = target_lines(totals)
+    room = max(4, height - _TABLE_LINES - len(target))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", *columns(WorkerState())):
         table.add_column(name, justify="left" if name in _LEFT else "right")
@@ -309,9 +337,10 @@ def live_table(
         table.add_row(f"W{rank}", f"[{style}]{state}[/]" if style else state, *others)
     if rest := summarize_rest(workers, shown):
         table.add_row("…", rest)
-    total = Text(f"all: {total_line(totals)}" if totals.steps else "", style="bold", no_wrap=True, overflow="ellipsis")
+    total = [f"all: {total_line(totals)}", *target] if totals.steps else [""]
     drawn = bar_lines(bars or {}, room - table.row_count)
-    return Group(table, *(Text(line, no_wrap=True, overflow="ellipsis") for line in drawn), total)
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in drawn]
+    return Group(table, *lines, *(Text(line, style="bold", no_wrap=True, overflow="ellipsis") for line in total))
 
 
 def bar_lines(bars: Mapping[int, Sequence[str]], room: int) -> list[str]:
@@ -341,7 +370,7 @@ def plain_lines(workers: Mapping[int, WorkerState], totals: Totals) -> list[str]
         f"W{rank} : " + " ".join(f"{name} {value}" for name, value in columns(worker).items())
         for rank, worker in sorted(workers.items())
     ]
-    return [*lines, f"all: {total_line(totals)}"] if totals.steps else lines
+    return [*lines, f"all: {total_line(totals)}", *target_lines(totals)] if totals.steps else lines
 
 
 class StopNotices:
@@ -364,6 +393,20 @@ class StopNotices:
             f"told to stop {_STOP_NOTICE_S:.0f} s ago and still running: {', '.join(map(str, running))}. A loop ends "
             "by itself if it takes its samples from worker.sampler, or looks at worker.should_stop"
         ]
+
+
+class TargetNotice:
+    """Reports once that the run has reached its target."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def due(self, monitor: RunMonitor, *, is_last: bool = False) -> str:
+        """The notice, once the target is reached; else "". At the end of the run the summary says it."""
+        if self._is_done or is_last or (status := monitor.target_status()) is None or status.reached_s is None:
+            return ""
+        self._is_done = True
+        return status.text
 
 
 class ValidationNotice:

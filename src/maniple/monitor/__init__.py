@@ -1,7 +1,7 @@
 """State of a run, understood from the rows in its folder, while it is running or afterwards.
 
 `RunState` follows all rows with bounded memory: the state of each worker, totals, series and time splits. `measures`
-declares every number that is shown of them.
+declares every number that is shown of them; `target` is a value to reach, `baseline` what a speed-up is measured over.
 """
 
 from maniple.monitor.run_state import Overall, RunState, Totals

@@ -38,6 +38,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "tenths": "{:.1f}".format,
     "hundredths": "{:.2f}".format,
     "percent": "{:.1%}".format,
+    "seconds": "{:,.1f} s".format,
     "bytes": _size,
 }
 
@@ -118,9 +119,11 @@ class RunMeasure:
 
     Attributes:
         label: what it is called on the page and by `maniple compare`.
-        phrase: how the terminal's last line says it, formatted with the value and the Totals; "" to leave it out.
+        phrase: how the terminal's last line says it, formatted with the value and the Totals; "" to leave it out. A
+            value that is unknown is left out there.
         beside: name of the total that the page shows behind it, as in "3 of 4".
         is_shown: the page has a field for it.
+        is_optional: the page shows its field only once the value is known.
         is_compared: `maniple compare` has a row for it.
     """
 
@@ -133,6 +136,7 @@ class RunMeasure:
     beside: str = ""
     counted: str = ""
     is_shown: bool = True
+    is_optional: bool = False
     is_compared: bool = False
 
 
@@ -249,6 +253,28 @@ RUN_MEASURES = (
     RunMeasure("samples_per_s", "samples/s", "short", "Samples per second of all workers, now.", counted="samples"),
     RunMeasure("steps_per_s", "steps/s", "short", "Steps per second of all workers, now.", counted="steps"),
     RunMeasure(
+        "speedup",
+        "speed-up",
+        "hundredths",
+        "Measured: samples per second since the first step, divided by those of the baseline run with one worker.",
+        phrase="speed-up {0:.2f} over one worker",
+        is_optional=True,
+    ),
+    RunMeasure(
+        "target_s",
+        "time to target",
+        "seconds",
+        "Training time, from the first step of any worker, until the target was reached.",
+        is_optional=True,
+    ),
+    RunMeasure(
+        "target_speedup",
+        "speed-up to target",
+        "hundredths",
+        "Measured: the baseline's time to the target, divided by this run's.",
+        is_optional=True,
+    ),
+    RunMeasure(
         "busy_workers",
         "busy workers",
         "hundredths",
@@ -261,7 +287,7 @@ RUN_MEASURES = (
         "goodput",
         "goodput",
         "percent",
-        "Share of all workers' time spent on training itself.",
+        "Share of all workers' time since the first step that was spent on training itself.",
         phrase="goodput {0:.0%}",
         is_compared=True,
     ),

@@ -6,14 +6,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from maniple.clock import clock
+from maniple.errors import InvalidArgument
+from maniple.monitor.baseline import Baseline, recorded_baseline
 from maniple.monitor.measures import MEASURES, Logged
 from maniple.monitor.row_reader import ProgressRow, column, read_rows
 from maniple.monitor.series import CENTER, NamedSeries, Series, TimeSplit
+from maniple.monitor.target import Target, TargetSearch, TargetStatus, parse_target
 from maniple.monitor.worker_state import Counts, Intervals, WorkerState
 from maniple.record import Row, RunFolder, Tails
 from maniple.record.events import parse_events
@@ -42,11 +45,14 @@ class Totals:
 
     Attributes:
         samples_per_s, steps_per_s: of all live workers, now; once none is left, of each worker's whole time.
+        elapsed_s: training time: since the first step of any worker, without pauses before a resumption.
+        speedup: the rate since the first step / that of the measured baseline; None without a baseline.
         busy_workers: the sum over the workers of the share of their time that they compute. This is not a speed-up:
-            workers that share few cores are all busy, and slow. `maniple compare` with a run of one worker measures it.
-        goodput: share of all workers' time since the first began, including dead and absent ones, spent on training.
+            workers that share few cores are all busy, and slow.
+        goodput: share of all workers' time since the first step, including dead and absent ones, spent on training.
         staleness: exchanges that others made since a worker's last one, the mean over all; None without exchanges.
         version: exchanges or rounds that have changed the center, including those before a snapshot it came from.
+        target: the run's target, if it has one; target_s: training time to it; target_speedup: the baseline's / this.
     """
 
     workers: int = 0
@@ -62,6 +68,10 @@ class Totals:
     staleness: float | None = None
     bytes: int = 0
     version: int = 0
+    speedup: float | None = None
+    target: TargetStatus | None = None
+    target_s: float | None = None
+    target_speedup: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,9 @@ class Overall:
     """A run in a few numbers that are final once it has ended.
 
     Attributes:
-        seconds: from the first interval of any worker's training to the last, without pauses before a resumption.
-        rate: samples of all workers per second; steps, where samples are not counted. `unit` says which.
+        seconds: from the first step of any worker to the last, without pauses before a resumption.
+        rate: samples of all workers per second since the first step; steps, where samples are not counted. `unit` says
+            which. What was done in the first step itself does not count, since its duration is unknown.
         split: the seconds of all workers, by what they were spent on.
         busy_workers: the mean number of workers that computed.
         measures_data: all workers that made steps have measured the time between them.
@@ -100,7 +111,9 @@ class RunState:
         live: the number of live workers against time.
         ages, together: histograms: exchanges by age of the parameters (see `replica.replica`), rounds by participants.
         happened: the newest events in the life of the run; `event_count` includes those dropped from it.
-        since: start of the first worker, or 0; `until`: time of the newest row.
+        since: when the first worker joined, or 0; `until`: time of the newest row.
+        first_step: end of the first step of any worker, or 0: training time counts from here.
+        baseline, target_search: what run.json says of them, see `describe`.
         epoch_size: samples of one epoch, or 0; `validations`: validations of the center so far.
         shared: the first row in which a worker reported its rule and pace.
         stop: when and why the controller stopped the run.
@@ -123,7 +136,9 @@ class RunState:
         self.together: Counter[int] = Counter()
         self.happened: deque[Row] = deque(maxlen=_MAX_EVENTS)
         self.event_count = 0
-        self.since = self.until = 0.0
+        self.since = self.until = self.first_step = 0.0
+        self.baseline: Baseline | None = None
+        self.target_search: TargetSearch | None = None
         self.epoch_size = self.validations = 0
         self.shared: Row = {}
         self.stop: tuple[float, str] = (0.0, "")
@@ -133,13 +148,36 @@ class RunState:
         self._limit = limit
         self._ended = 0.0  # when the host ended
         self._starts: list[float] = []  # of the host: a resumed run has had several lives
-        self._spans: dict[int, tuple[float, float]] = {}  # by life: first and last time at which workers report
+        # By life of the run: from the first join to the newest row, and from the first step to the newest progress.
+        self._joined: dict[int, tuple[float, float]] = {}
+        self._trained: dict[int, tuple[float, float]] = {}
         self._restored, self._version = 0.0, 0  # when the center was restored from a snapshot, and its version then
         self._changes = 0  # exchanges with the center since then
         self._rounds: dict[int, int] = {}  # by life: the rounds so far, which are the same for all workers
+        self._stepped: set[tuple[int, int]] = set()  # workers that have made a step, by rank and life
+        self._first_steps = 0  # steps made when the training time begins
         self._known_to_host: set[int] = set()
         self._started_by_host: set[int] = set()
         self._tails = Tails(folder.path / "events")
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Take over what run.json says of the run's target and baseline. Call it before the first `refresh`."""
+        self.baseline = recorded_baseline(description)
+        asked = description.get("asked")
+        text = cast(dict[str, Any], asked).get("target") if isinstance(asked, dict) else None
+        with suppress(InvalidArgument):
+            self.set_target(parse_target(text) if isinstance(text, str) else None)
+
+    def set_target(self, target: Target | None) -> None:
+        """Look for this target from now on. Call it before the first `refresh`, so that all points are kept."""
+        if target != (self.target_search.target if self.target_search else None):
+            self.target_search = TargetSearch(target) if target else None
+        if target is not None:
+            self.logged.keep_fine(target.name, max(self._limit, _FINE_BUCKETS // max(1, len(self.workers))))
+
+    def target_status(self, *, is_last: bool = False) -> TargetStatus | None:
+        """How far the run is from its target; None if it has none."""
+        return None if self.target_search is None else self.target_search.status(self, is_last=is_last)
 
     def refresh(self, within_s: float | None = None) -> bool:
         """Read new rows, with `within_s` for about that many seconds. Returns False if there are more."""
@@ -172,7 +210,11 @@ class RunState:
         live = [worker for worker in workers if not worker.is_gone]
         rates = [(one.values["samples_per_s"], one.values["steps_per_s"], one.compute_share) for one in live]
         rates = np.array(rates or [one.mean_rates for one in workers]).reshape(-1, 3).sum(axis=0).tolist()
-        elapsed_s = float(self.elapsed_at(np.array([self.until]))[0]) if self.since else 0.0
+        elapsed_s = float(self.elapsed_at(np.array([self.until]))[0]) if self.since or self.first_step else 0.0
+        overall = None if self.baseline is None else self.overall()
+        target = self.target_status()
+        target_s = None if target is None else target.reached_s
+        of_target = None if target is None or self.baseline is None else self.baseline.target_speedup(target)
         first = bisect_right(self._starts, self._restored) if self._restored else 0
         rounds = sum(made for life, made in self._rounds.items() if life >= first)
         return Totals(
@@ -189,18 +231,24 @@ class RunState:
             staleness=self._staleness_sum / self._exchanges if self._exchanges else None,
             bytes=total.bytes,
             version=self._version + self._changes + rounds,
+            speedup=self.baseline.speedup(overall.rate, overall.unit) if self.baseline and overall else None,
+            target=target,
+            target_s=target_s,
+            target_speedup=of_target,
         )
 
     def overall(self) -> Overall:
-        """The run as a whole, from the first interval of training to the last."""
+        """The run as a whole, from the first step to the last."""
         total = self._total()
-        intervals = [one.intervals for one in self.time_splits.values() if len(one)]
-        ends = [min(one[0, 0] for one in intervals), max(one[-1, 1] for one in intervals)] if intervals else [0.0, 0.0]
-        seconds = float(np.diff(self.elapsed_at(np.array(ends)))[0])
+        last = max((float(one.intervals[-1, 1]) for one in self.time_splits.values() if len(one)), default=0.0)
+        seconds = float(self.elapsed_at(np.array([last]))[0]) if last else 0.0
         measured = [worker.measures_data for worker in self.workers.values() if worker.total.step]
+        made: float = total.step - self._first_steps
+        if total.samples:
+            made = total.samples - float(self.samples_at(np.array([self.first_step]))[0])
         return Overall(
             seconds=seconds,
-            rate=(total.samples or total.step) / seconds if seconds > 0 else 0.0,
+            rate=made / seconds if seconds > 0 else 0.0,
             unit="samples" if total.samples or not total.step else "steps",
             split=total.split,
             busy_workers=total.split["compute"] / seconds if seconds > 0 else 0.0,
@@ -211,15 +259,17 @@ class RunState:
         return sum((worker.total for worker in self.workers.values()), Counts())
 
     def elapsed_at(self, moments: np.ndarray) -> np.ndarray:
-        """Seconds since the first worker's start at each of `moments`, without pauses before a resumption.
+        """Training time at each of `moments`: seconds since the first step of any worker, without pauses; 0 before it.
 
-        A pause lasts from the end of the run, or the death of its host, until it is resumed.
+        A pause lasts from the last row before the run ended, or its host died, until the first step after it was
+        resumed. If no step was recorded, the time counts from the first join.
         """
-        seconds = moments - self.since
-        spans = [self._spans[life] for life in sorted(self._spans)]
+        seconds = moments - (self.first_step or self.since)
+        by_life = self._trained or self._joined
+        spans = [by_life[life] for life in sorted(by_life)]
         for (_, last), (first, _) in pairwise(spans):
             seconds = seconds - np.clip(moments - last, 0.0, max(0.0, first - last))
-        return seconds
+        return np.maximum(0.0, seconds)
 
     def samples_at(self, moments: np.ndarray) -> np.ndarray:
         """The samples of all workers at each of `moments`."""
@@ -294,7 +344,7 @@ class RunState:
         self.until = max(self.until, when)
         if kind == "join":
             self.since = min(self.since or when, when)
-            self._extend_span(when, when)
+            self._extend_span(self._joined, when, when)
             worker.join(row)
         elif kind == "leave":
             worker.is_unshared = bool(row.get("unshared"))
@@ -333,16 +383,16 @@ class RunState:
         lives = np.searchsorted(self._starts, intervals.when, side="right")
         for life in np.unique(lives).tolist():
             own = lives == life
-            self._extend_span(
-                float((intervals.when - intervals.seconds)[own][0]), float(intervals.when[own].max()), life
-            )
             self._rounds[life] = max(self._rounds.get(life, 0), int(column(rows, "rounds")[own].max()))
+            made = np.flatnonzero(own & (column(rows, "step") > 0))
+            if len(made):
+                self._extend_training(life, (rank, worker.lives), rows, intervals, made)
         self.until = max(self.until, rows[-1].timestamp)
         time_split = self.time_splits.setdefault(rank, TimeSplit(self._limit))
         time_split.add(np.column_stack([intervals.when - intervals.seconds, intervals.when, intervals.split.T]))
         self._add_samples(rank, intervals)
         for name, values in intervals.measures.items():
-            known = values >= 0
+            known = (values >= 0) & (intervals.seconds > 0)
             if known.any():
                 self.measured.add(name, rank, intervals.when[known], values[known])
         made = np.fromiter((sum(row.ages) for row in rows), float)
@@ -356,6 +406,19 @@ class RunState:
             for workers, count in row.together.items():
                 self.together[int(workers)] += count
 
+    def _extend_training(
+        self, life: int, who: tuple[int, int], rows: list[ProgressRow], intervals: Intervals, made: np.ndarray
+    ) -> None:
+        """A worker, by its rank and its own life, reports steps in the rows `made`, in that life of the run."""
+        first = made[0]
+        begin = float(intervals.when[first] - intervals.seconds[first])
+        self._extend_span(self._trained, begin, float(intervals.when[made].max()), life)
+        # Only its first row tells when it began: timestamps of rows and its own clock differ by microseconds.
+        if who not in self._stepped and (not self.first_step or begin < self.first_step):
+            self.first_step = begin
+            self._first_steps = rows[first].step if intervals.seconds[first] == 0 else 0
+        self._stepped.add(who)
+
     def _add_samples(self, rank: int, intervals: Intervals) -> None:
         seen = self.samples_seen.setdefault(rank, Series(self._limit))
         begin = float(intervals.when[0] - intervals.seconds[0])
@@ -363,12 +426,14 @@ class RunState:
             seen.add([begin], [seen.ys[-1] if len(seen) else 0.0])
         seen.add(intervals.when, intervals.samples)
 
-    def _extend_span(self, first: float, last: float, life: int | None = None) -> None:
+    def _extend_span(
+        self, spans: dict[int, tuple[float, float]], first: float, last: float, life: int | None = None
+    ) -> None:
         """A worker reports from `first` until `last`, in that life of the run or in the one at that time."""
         life = bisect_right(self._starts, last) if life is None else life
         first = max(first, self._starts[life - 1]) if life else first
-        known = self._spans.get(life, (first, last))
-        self._spans[life] = min(known[0], first), max(known[1], last)
+        known = spans.get(life, (first, last))
+        spans[life] = min(known[0], first), max(known[1], last)
 
     def _add_event(self, row: Row) -> None:
         self.event_count += 1

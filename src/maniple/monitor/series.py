@@ -111,6 +111,10 @@ class NamedSeries:
         self.non_finite: dict[str, int] = {}
         self._limit, self._limits = limit, dict(limits or {})
 
+    def keep_fine(self, name: str, limit: int) -> None:
+        """Keep more points of `name`. Series that exist already keep their limit."""
+        self._limits[name] = max(limit, self._limits.get(name, 0))
+
     def add_rows(self, rank: int, rows: Iterable[Row]) -> None:
         """Append all numbers of some rows of one worker; strings and lists are skipped."""
         found: dict[tuple[str, int], list[tuple[list[float], list[float]]]] = {}

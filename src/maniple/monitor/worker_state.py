@@ -93,6 +93,7 @@ class WorkerState:
     waiting_s: float = 0.0
     killed_after_s: float = 0.0
     states: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    _first: ProgressRow | None = None  # of this life: at its first step
     _last: ProgressRow | None = None
 
     @property
@@ -144,7 +145,7 @@ class WorkerState:
 
     def join(self, row: Row) -> None:
         """It has joined, for the first time or again: its own counts begin at zero."""
-        self.before, self.now, self._last = self.total, Counts(), None
+        self.before, self.now, self._first, self._last = self.total, Counts(), None, None
         self.waiting_for, self.waiting_s = [], 0.0
         self.lives += 1
         self.is_unshared = False
@@ -165,18 +166,26 @@ class WorkerState:
         self.rule, self.pace = str(row["rule"]), str(row["pace"])
 
     def progress(self, rows: list[ProgressRow]) -> Intervals:
-        """Apply progress rows; returns what it did between them."""
+        """Apply progress rows; returns what it did between them.
+
+        A worker writes a row at the end of its first step. Its training time begins there: start-up until then is in no
+        interval, no rate and no split. Without such a row, the time begins where the worker's own clock does.
+        """
         self.waiting_for, self.waiting_s = [], 0.0
         newest = rows[-1]
-        first = {key: getattr(rows[0], key) for key in _FROM_FIRST}
-        all_ = [self._last or ProgressRow(0.0, 0, 0, 0.0, **first), *rows]
+        if self._last is None:
+            zero = ProgressRow(0.0, 0, 0, 0.0, **{key: getattr(rows[0], key) for key in _FROM_FIRST})
+            self._first = self._last = rows[0] if rows[0].step == 1 else zero
+        first = self._first or self._last
+        all_ = [self._last, *rows]
         seconds = np.diff(column(all_, "elapsed"))
         waits = np.array([np.diff(column(all_, part)) for part in PARTS[1:]])
         split = np.maximum(0.0, np.vstack([seconds - waits.sum(axis=0), waits]))
-        waited = {part: float(getattr(newest, part)) for part in PARTS[1:]}
-        whole = {_COMPUTE: max(0.0, newest.elapsed - sum(waited.values())), **waited}
+        waited = {part: max(0.0, float(getattr(newest, part) - getattr(first, part))) for part in PARTS[1:]}
+        elapsed_s = newest.elapsed - first.elapsed
+        whole = {_COMPUTE: max(0.0, elapsed_s - sum(waited.values())), **waited}
         made = (newest.step, newest.samples, newest.exchanges, newest.rounds, newest.bytes)
-        self.now, self._last = Counts(*made, newest.elapsed, whole), newest
+        self.now, self._last = Counts(*made, elapsed_s, whole), newest
         self.measures_data = newest.measures_data or newest.data > 0
         has_rates = not self.is_gone and seconds[-1] > 0
         if has_rates:
@@ -197,4 +206,8 @@ class WorkerState:
             if measure.chart:
                 series[measure.name] = values
         samples = column(rows, "samples") + self.before.samples
-        return Intervals(column(rows, "timestamp"), seconds, split, samples, series)
+        when = column(rows, "timestamp")
+        if all_[0].timestamp:
+            # The last row is written when the worker leaves, perhaps long after its last step, where its time ends.
+            when = np.minimum(when, column(all_, "timestamp")[:-1] + seconds)
+        return Intervals(when, seconds, split, samples, series)

@@ -290,7 +290,7 @@ class Progress:
 
     def __init__(self, events: Events) -> None:
         self.start = self.written = clock.monotonic()
-        self.next_row = self.start + _EVERY_S
+        self.next_row = self.start  # the first row is written at the first step, where training time begins
         self._events = events
         self.exchanges = self._rounds = self._bytes = 0
         self._reset()

@@ -239,6 +239,17 @@ Shared = TypeVar("Shared", bound=SharedSettings)
 class RunSettings(SharedSettings):
     """What only the launcher of a run needs to know, in addition."""
 
+    target: str | None = setting(
+        None, "Value to reach: show when the center, or else the mean of the workers, first does.", ALL,
+        metavar="NAME=NUMBER", group=STOPPING, folder=True, resume="repeated",
+    )  # fmt: skip
+    stop_at_target: bool = setting(
+        False, "Stop all workers once the --target is reached.", ALL, group=STOPPING, folder=True, resume="recorded"
+    )
+    baseline: str | None = setting(
+        None, "What the speed-up is measured over: first run one worker alone for so many seconds, or take a RUN with "
+        "one worker.", "run", metavar="SECONDS|RUN", group=OUTPUT, resume="recorded",
+    )  # fmt: skip
     restarts: int = setting(
         0, "Restart a worker that died, up to K times each.",
         {"run": {}, "submit": {"help": "With --ray: place a lost worker again, up to K times each. Slurm requeues "

@@ -5,8 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from maniple.monitor.baseline import Baseline
 from maniple.monitor.measures import NOTHING, RUN_MEASURES, format_value
-from maniple.watch.run_reader import WINDOW, Run, ValueSeries, value_series
+from maniple.monitor.target import Target, TargetStatus
+from maniple.monitor.value_series import WINDOW, ValueSeries, value_series
+from maniple.watch.run_reader import Run
+
+NOT_GIVEN = -1  # in place of the index of a run
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,7 @@ class Speedup:
     """Speeds of the runs of one rule in multiples of the baseline's, by number of workers.
 
     Attributes:
-        runs: indices of these runs.
+        runs: indices of these runs; NOT_GIVEN for a recorded baseline that is not among them.
     """
 
     rule: str
@@ -23,38 +28,31 @@ class Speedup:
     runs: list[int]
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The run that others are compared with. Only relative to one worker is this called a speed-up."""
-
-    name: str
-    workers: int
-    rate: float
-
-    @property
-    def title(self) -> str:
-        """Title of a chart of relative speeds."""
-        if self.workers == 1:
-            return "speed-up over one worker"
-        return f"speed relative to {self.workers} workers (no run with one was given)"
-
-
 def baseline(runs: list[Run]) -> Baseline | None:
-    """The fastest of the runs with the fewest workers; None if no run has made a step."""
+    """What the speed of the runs is compared with; None if no run has made a step.
+
+    The fastest of the runs with one worker; without one, the fastest of the baselines that the runs have recorded;
+    without any, the fastest of the runs with the fewest workers.
+    """
     able = [run for run in runs if run.overall.rate > 0]
     if not able:
         return None
     first = min(able, key=lambda run: (run.workers, -run.overall.rate))
-    return Baseline(first.name, first.workers, first.overall.rate)
+    recorded = [run.state.baseline for run in able if run.state.baseline is not None]
+    if first.workers > 1 and recorded:
+        return max(recorded, key=lambda one: one.rate)
+    return first.as_baseline
 
 
 def speedups(runs: list[Run]) -> list[Speedup]:
-    """One curve per rule; none if all runs have the same number of workers or if they count in different units."""
+    """One curve per rule; none if there is one number of workers only, or if units differ."""
     base = baseline(runs)
     able = [run for run in runs if run.overall.rate > 0]
-    if base is None or len({run.workers for run in able}) < 2 or len({run.overall.unit for run in able}) > 1:
+    if base is None or len({base.workers, *(run.workers for run in able)}) < 2:
         return []
-    first = next(i for i, run in enumerate(runs) if run.name == base.name)
+    if {base.unit} != {run.overall.unit for run in able}:
+        return []
+    first = next((i for i, run in enumerate(runs) if run.path == base.path), NOT_GIVEN)
     rules: dict[str, list[tuple[int, float, int]]] = {}
     for i, run in enumerate(runs):
         if run.overall.rate > 0:
@@ -69,28 +67,15 @@ _COMPARED = [measure for measure in RUN_MEASURES if measure.is_compared]
 
 
 @dataclass(frozen=True)
-class CompareTarget:
-    """A value to reach, from above if `falling`, else from below."""
-
-    value: float
-    falling: bool = True
-
-    @property
-    def text(self) -> str:
-        """`at or below 0.5`."""
-        return f"at or {'below' if self.falling else 'above'} {self.value:g}"
-
-
-@dataclass(frozen=True)
 class Summary:
     """The numbers by which a run is compared with others; None if unknown.
 
     Attributes:
         rate: samples (or steps: `unit`) of all workers per second, from the first step to the last.
-        speedup: relative to the fastest run with one worker; None without one.
+        speedup: relative to `baseline`, a measured run with one worker; None without one.
         measures: values of those RUN_MEASURES that are compared.
         final: the last value of the series (see `value_series`), of the center or of the workers (`final_of`).
-        target_s, target_samples: when the series first reached the target, since the first worker's start.
+        target_s, target_samples: when the series first reached the target, since the first step of any worker.
         target_speedup: the baseline's time to the target / this run's.
     """
 
@@ -105,6 +90,7 @@ class Summary:
     unit: str
     rate: float
     speedup: float | None
+    baseline: str
     measures: dict[str, float | None]
     final: float | None
     final_of: str
@@ -120,40 +106,38 @@ class Summary:
         return row | row.pop("measures")
 
 
-def resolve_target(
-    runs: list[Run], value: str, target: float, falling: bool | None, *, window: int = WINDOW
-) -> CompareTarget:
-    """The target and its direction: that of the first run's series, unless `falling` says so."""
-    if falling is None:
-        series = (value_series(run.state, value, window=window) for run in runs)
-        falling = next((one.is_falling for one in series if len(one)), True)
-    return CompareTarget(target, falling)
+def resolve_target(runs: list[Run], target: Target, *, window: int = WINDOW) -> Target:
+    """The target with one direction for all runs: that of the first run that has logged the value."""
+    for run in runs:
+        if (resolved := target.resolve(value_series(run.state, target.name, window=window))).falling is not None:
+            return resolved
+    return target
 
 
-def summarize(
-    runs: list[Run], value: str, *, target: CompareTarget | None = None, window: int = WINDOW
-) -> list[Summary]:
-    """The numbers of each run."""
+def summarize(runs: list[Run], value: str, *, target: Target | None = None, window: int = WINDOW) -> list[Summary]:
+    """The numbers of each run. `target` is one of `value`, with its direction."""
     base = baseline(runs)
-    found = [_summary(run, value_series(run.state, value, window=window), value, target) for run in runs]
+    found = [_summary(run, value_series(run.state, value, window=window), target) for run in runs]
     if base is None or base.workers != 1:
         return found
-    first = next(one for one in found if one.name == base.name)
-    return [_with_speedups(one, first) for one in found]
+    first = next((one for one in found if one.path == base.path), None)
+    if first is not None:  # its time to the target, by the window that was asked for
+        base = replace(base, target=str(target or ""), target_s=first.target_s)
+    return [_with_speedups(one, base, target) for one in found]
 
 
-def _with_speedups(one: Summary, base: Summary) -> Summary:
-    """`one` with its speed-ups over the run `base`, which has one worker."""
-    if one.target_s and base.target_s:
-        one = replace(one, target_speedup=base.target_s / one.target_s)
-    if one.unit != base.unit or not one.rate:
-        return one
-    return replace(one, speedup=one.rate / base.rate)
+def _with_speedups(one: Summary, base: Baseline, target: Target | None) -> Summary:
+    """`one` with its speed-ups over the baseline, which has one worker."""
+    speedup = base.speedup(one.rate, one.unit)
+    if target is None:
+        return replace(one, speedup=speedup, baseline=base.name)
+    status = TargetStatus(target.name, target.value, target.falling, one.target_s)
+    return replace(one, speedup=speedup, baseline=base.name, target_speedup=base.target_speedup(status))
 
 
-def _summary(run: Run, series: ValueSeries, value: str, target: CompareTarget | None) -> Summary:
+def _summary(run: Run, series: ValueSeries, target: Target | None) -> Summary:
     state, overall, totals = run.state, run.overall, run.state.totals()
-    reached = series.reaches(target.value, falling=target.falling) if target and len(series) else None
+    reached = target.reached(series) if target is not None else None
     moment = None if reached is None else np.array([reached])
     exit_code = run.description.get("exit_code")
     return Summary(
@@ -168,10 +152,11 @@ def _summary(run: Run, series: ValueSeries, value: str, target: CompareTarget | 
         unit=overall.unit,
         rate=overall.rate,
         speedup=None,
+        baseline="",
         measures={one.name: getattr(totals, one.name) for one in _COMPARED} | {"busy_workers": overall.busy_workers},
         final=float(series.ys[-1]) if len(series) else None,
         final_of="center" if series.is_center else "workers",
-        not_finite=state.logged.non_finite.get(value, 0),
+        not_finite=state.logged.non_finite.get(series.name, 0),
         target_s=None if moment is None else float(state.elapsed_at(moment)[0]),
         target_samples=None if moment is None or not state.samples_seen else float(state.samples_at(moment)[0]),
         target_speedup=None,
@@ -179,7 +164,7 @@ def _summary(run: Run, series: ValueSeries, value: str, target: CompareTarget | 
     )
 
 
-def cells(one: Summary, value: str, target: CompareTarget | None) -> dict[str, str]:
+def cells(one: Summary, value: str, target: Target | None) -> dict[str, str]:
     """The same for a person, by the names of rows."""
     rows = {
         "run": one.name,

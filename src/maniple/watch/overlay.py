@@ -8,8 +8,10 @@ import numpy as np
 from maniple.errors import InvalidArgument
 from maniple.monitor import CENTER
 from maniple.monitor.series import extremes
+from maniple.monitor.target import Target
+from maniple.monitor.value_series import WINDOW, value_series, workers_series
 from maniple.record.times import PARTS
-from maniple.watch.run_reader import WINDOW, Run, value_series
+from maniple.watch.run_reader import Run
 
 AXES = ("time", "samples", "epochs")
 # Colours, line styles and markers by which colour-blind people can tell runs and parts apart.
@@ -24,6 +26,8 @@ MARKERS = (
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 _THIN_POINTS = 40_000  # of all thin lines together: a report of this size still loads and zooms quickly
 _STRONG_BUCKETS = 2000  # of a strong line: more than a screen has columns
+_BAND_POINTS = 1000  # of a band
+MAX_WORKER_LINES = 3  # of a run: more than three lines of one colour cannot be told apart, so more become a band
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,29 @@ class Line:
     ys: np.ndarray
 
 
+@dataclass(frozen=True)
+class Band:
+    """The range of the workers of one run: the lowest and the highest of their running means."""
+
+    run: int  # index of the run
+    who: str
+    xs: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True)
+class TargetMark:
+    """Where a run has reached the target."""
+
+    run: int  # index of the run
+    text: str
+    x: float
+    y: float
+
+
 def lines(runs: list[Run], value: str, *, against: str = "time", window: int = WINDOW) -> list[Line]:
-    """The lines of `value` of all runs."""
+    """The lines of `value` of all runs. The workers of a run have lines if there are at most MAX_WORKER_LINES."""
     count = sum(len(run.state.logged.named.get(value, {})) for run in runs)
     buckets = max(20, _THIN_POINTS // 2 // max(1, count))
     found = [line for i, run in enumerate(runs) for line in _lines(i, run, value, window, buckets)]
@@ -46,12 +71,45 @@ def lines(runs: list[Run], value: str, *, against: str = "time", window: int = W
     return [replace(line, xs=axis(runs[line.run], line.xs, against, unit_s=unit_s)) for line in found]
 
 
+def bands(runs: list[Run], value: str, *, against: str = "time", window: int = WINDOW) -> list[Band]:
+    """The ranges of `value` over the workers of those runs that have too many for lines."""
+    found: list[Band] = []
+    unit_s = time_unit(runs)[0]
+    for i, run in enumerate(runs):
+        if (number := len(_ranks(run, value))) > MAX_WORKER_LINES:
+            whole = workers_series(run.state, value, window=window)
+            step = -(-len(whole) // _BAND_POINTS)
+            xs = axis(run, whole.xs[::step], against, unit_s=unit_s)
+            low, high = whole.low[::step], whole.high[::step]
+            found.append(Band(i, f"lowest to highest of {number} workers", xs, low, high))
+    return found
+
+
+def target_marks(runs: list[Run], target: Target, *, against: str = "time", window: int = WINDOW) -> list[TargetMark]:
+    """Where each run has first reached the target; none for runs that have not."""
+    found: list[TargetMark] = []
+    unit_s = time_unit(runs)[0]
+    for i, run in enumerate(runs):
+        series = value_series(run.state, target.name, window=window)
+        if (reached := target.reached(series)) is not None:
+            moment = np.array([reached])
+            after_s = float(run.state.elapsed_at(moment)[0])
+            x, y = axis(run, moment, against, unit_s=unit_s)[0], series.ys[np.searchsorted(series.xs, reached)]
+            found.append(TargetMark(i, f"reached after {after_s:,.1f} s", float(x), float(y)))
+    return found
+
+
+def _ranks(run: Run, value: str) -> list[int]:
+    """The workers that have logged `value`."""
+    return sorted(rank for rank, one in run.state.logged.named.get(value, {}).items() if rank != CENTER and len(one))
+
+
 def _lines(i: int, run: Run, value: str, window: int, buckets: int) -> Iterator[Line]:
     """The lines of one run, against time since 1970."""
-    curves = run.state.logged.named.get(value, {})
-    for rank, series in sorted(curves.items()):
-        if rank != CENTER and len(series):
-            xs, ys = _thinned(np.array(series.xs), np.array(series.ys), buckets)
+    curves, ranks = run.state.logged.named.get(value, {}), _ranks(run, value)
+    if len(ranks) <= MAX_WORKER_LINES:
+        for rank in ranks:
+            xs, ys = _thinned(np.array(curves[rank].xs), np.array(curves[rank].ys), buckets)
             yield Line(i, f"worker {rank}", False, xs, ys)
     whole = value_series(run.state, value, window=window)
     if len(whole):
@@ -78,7 +136,7 @@ def time_unit(runs: list[Run]) -> tuple[float, str]:
 
 def axis_title(against: str, unit: str) -> str:
     """The title of an axis."""
-    titles = {"time": f"{unit} since the first worker's start", "samples": "samples of all workers", "epochs": "epochs"}
+    titles = {"time": f"{unit} since the first step", "samples": "samples of all workers", "epochs": "epochs"}
     return titles[against]
 
 
@@ -108,8 +166,8 @@ def shares(run: Run) -> dict[str, float]:
 
 
 def colour(i: int) -> str:
-    """The colour of run number `i`."""
-    return CYCLE[i % len(CYCLE)]
+    """The colour of run number `i`; of a recorded baseline that is not among the runs if it is negative."""
+    return CYCLE[i % len(CYCLE)] if i >= 0 else RULE
 
 
 def _thinned(xs: np.ndarray, ys: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from maniple.errors import InvalidArgument
+from maniple.monitor.baseline import Baseline
+from maniple.monitor.target import Target
+from maniple.monitor.value_series import WINDOW
 from maniple.record.folder import write_whole
 from maniple.record.times import PARTS, UNMEASURED, WORDS, Times
 from maniple.text import count
 from maniple.watch import overlay
-from maniple.watch.compare import Baseline, Speedup, baseline, speedups
+from maniple.watch.compare import Speedup, baseline, speedups
 from maniple.watch.exports import import_extra
-from maniple.watch.run_reader import WINDOW, Run
+from maniple.watch.run_reader import Run
 
 _DPI = 120
 _MAX_NAME = 44  # letters of a run's name in a legend
+_MAX_NAMED = 8  # thin lines that a legend can name
 _BAR_INCHES = 0.3  # height of a run's bar and its name
 _EPOCH_WIDTH = 0.8  # of all bars of one epoch; the rest separates it from the next
 
@@ -24,6 +28,7 @@ def draw(
     path: Path,
     *,
     value: str = "loss",
+    target: Target | None = None,
     against: str = "time",
     window: int = WINDOW,
     is_log: bool = False,
@@ -34,7 +39,14 @@ def draw(
     figure = _new_figure(path, size=(10, 4.8 + below))
     rows = [["value", "value"], ["times", "speedup" if faster else "times"]]
     axes = figure.subplot_mosaic(rows, height_ratios=[4.8, below])
-    _draw_lines(axes["value"], runs, overlay.lines(runs, value, against=against, window=window))
+    lines = overlay.lines(runs, value, against=against, window=window)
+    _draw_lines(axes["value"], runs, lines)
+    _draw_bands(axes["value"], runs, overlay.bands(runs, value, against=against, window=window))
+    if target is not None:
+        _draw_target(axes["value"], runs, target, overlay.target_marks(runs, target, against=against, window=window))
+    strong = [line for line in lines if line.is_strong]
+    falls = sum(line.ys[-1] <= line.ys[0] for line in strong) * 2 >= len(strong)
+    axes["value"].legend(fontsize="small", loc="upper right" if falls else "lower right")
     axes["value"].set(xlabel=overlay.axis_title(against, overlay.time_unit(runs)[1]), ylabel=_escape(value))
     axes["value"].set_xlim(left=0)
     if is_log:
@@ -100,9 +112,26 @@ def _escape(text: str) -> str:
     return ("\u200a" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
+def _draw_bands(axes: Any, runs: list[Run], bands: list[overlay.Band]) -> None:
+    for band in bands:
+        text = _escape(f"{shortened(runs[band.run].name)}, {band.who}")
+        shape = {"color": overlay.colour(band.run), "alpha": 0.18, "lw": 0, "zorder": 2}
+        axes.fill_between(band.xs, band.low, band.high, label=text, **shape)
+
+
+def _draw_target(axes: Any, runs: list[Run], target: Target, marks: list[overlay.TargetMark]) -> None:
+    """A dashed line at the target, and a mark where each run has reached it."""
+    text = f"target {target.name} {target.text}"
+    axes.axhline(target.value, color=overlay.RULE, ls="--", lw=1, zorder=2.5, label=_escape(text))
+    for mark in marks:
+        name = _escape(f"{shortened(runs[mark.run].name)}, {mark.text}")
+        shape = {"marker": "*", "s": 130, "edgecolors": "white", "linewidths": 0.8, "zorder": 5}
+        axes.scatter([mark.x], [mark.y], color=overlay.colour(mark.run), label=name, **shape)
+
+
 def _draw_lines(axes: Any, runs: list[Run], lines: list[overlay.Line]) -> None:
-    thin = sum(not line.is_strong for line in lines)
-    faint = max(0.03, min(0.45, 2.5 / max(1, thin)))
+    thin = [line for line in lines if not line.is_strong]
+    faint = max(0.03, min(0.45, 2.5 / max(1, len(thin))))
     for line in lines:
         colour = overlay.colour(line.run)
         if line.is_strong:
@@ -111,12 +140,13 @@ def _draw_lines(axes: Any, runs: list[Run], lines: list[overlay.Line]) -> None:
             axes.plot(line.xs, line.ys, color="white", lw=3.2, zorder=3)  # an outline, to stand out among thin lines
             axes.plot(line.xs, line.ys, color=colour, lw=1.8, zorder=4, marker=mark, ms=3, label=text)
         else:
-            axes.plot(line.xs, line.ys, color=colour, lw=0.6, alpha=faint, zorder=2)
+            # Workers of a run have its colour, and differ by the style of their lines.
+            number = sum(other.run == line.run for other in thin[: thin.index(line)])
+            style = overlay.STYLES[number % len(overlay.STYLES)][0]
+            name = f"{shortened(runs[line.run].name)}, {line.who}" if len(thin) <= _MAX_NAMED else "_"
+            axes.plot(line.xs, line.ys, color=colour, lw=0.7, ls=style, alpha=faint, zorder=2, label=_escape(name))
     axes.grid(alpha=0.25)
     axes.margins(x=0.01)
-    strong = [line for line in lines if line.is_strong]
-    falls = sum(line.ys[-1] <= line.ys[0] for line in strong) * 2 >= len(strong)
-    axes.legend(fontsize="small", loc="upper right" if falls else "lower right")
 
 
 def _draw_shares(axes: Any, runs: list[Run]) -> None:

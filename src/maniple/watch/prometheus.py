@@ -32,7 +32,8 @@ def _states(labels: str, workers: list[tuple[int, WorkerState]]) -> Iterable[tup
 
 
 def _family(name: str, kind: str, text: str, values: Iterable[tuple[str, float | None]]) -> list[str]:
-    name = name + "econd" if name.endswith("_per_s") else name  # units are written out
+    if name.endswith("_s"):  # units are written out
+        name += "econd" if name.endswith("_per_s") else "econds"
     known = [f"{name}{{{labels}}} {float(value):.10g}" for labels, value in values if value is not None]
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *known] if known else []
 

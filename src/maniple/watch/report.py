@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 
 from maniple.errors import InvalidArgument
+from maniple.monitor.target import Target
+from maniple.monitor.value_series import WINDOW
 from maniple.record.times import PARTS, UNMEASURED, WORDS
 from maniple.watch import overlay
 from maniple.watch.compare import baseline, cells, differences, speedups, summarize
 from maniple.watch.plot import label, write_text
-from maniple.watch.run_reader import WINDOW, Run
+from maniple.watch.run_reader import Run
 
 
 def write(
@@ -21,13 +23,14 @@ def write(
     path: Path,
     *,
     value: str = "loss",
+    target: Target | None = None,
     against: str = "time",
     window: int = WINDOW,
     is_log: bool = False,
 ) -> None:
     """Write the report of `runs` to `path`; the page opens with the axis `against`."""
     page = (resources.files("maniple.watch") / "report.html").read_text()
-    data = contents(runs, value, window=window) | {"against": against, "log": is_log}
+    data = contents(runs, value, target=target, window=window) | {"against": against, "log": is_log}
     text = msgspec.json.encode(data, enc_hook=str).decode().replace("<", "\\u003c")  # no name can end the script
     before, _, rest = page.partition("/*PLOTLY*/")
     middle, _, after = rest.partition("/*DATA*/")
@@ -35,7 +38,7 @@ def write(
     write_text(path, f"{before}{script}{middle}{text}{after}")
 
 
-def contents(runs: list[Run], value: str, *, window: int = WINDOW) -> dict[str, Any]:
+def contents(runs: list[Run], value: str, *, target: Target | None = None, window: int = WINDOW) -> dict[str, Any]:
     """All that the page shows, for JSON."""
     unit = overlay.time_unit(runs)[1]
     known = overlay.known_axes(runs)
@@ -53,6 +56,9 @@ def contents(runs: list[Run], value: str, *, window: int = WINDOW) -> dict[str, 
             for i, run in enumerate(runs)
         ],
         "lines": _lines(runs, value, known, window),
+        "bands": _bands(runs, value, known, window),
+        "target": None if target is None else {"y": target.value, "text": f"target {target.name} {target.text}"},
+        "marks": [] if target is None else _marks(runs, target, known, window),
         "shares": {part: [100 * overlay.shares(run)[part] for run in runs] for part in PARTS},
         "parts": overlay.PART_COLOURS,
         "words": WORDS,
@@ -62,7 +68,7 @@ def contents(runs: list[Run], value: str, *, window: int = WINDOW) -> dict[str, 
         "ideal": overlay.IDEAL,
         "styles": [style for _, style in overlay.STYLES],
         "markers": [marker for _, marker in overlay.MARKERS],
-        "table": [cells(one, value, None) for one in summarize(runs, value, window=window)],
+        "table": [cells(one, value, target) for one in summarize(runs, value, target=target, window=window)],
         "differences": differences(runs),
         "settings": [run.settings for run in runs],
     }
@@ -79,6 +85,28 @@ def _lines(runs: list[Run], value: str, known: list[str], window: int) -> list[d
             "x": {against: _rounded(lines[i].xs) for against, lines in by_axis.items()},
         }
         for i, line in enumerate(by_axis["time"])
+    ]
+
+
+def _bands(runs: list[Run], value: str, known: list[str], window: int) -> list[dict[str, Any]]:
+    by_axis = {against: overlay.bands(runs, value, against=against, window=window) for against in known}
+    return [
+        {
+            "run": band.run,
+            "who": band.who,
+            "low": _rounded(band.low),
+            "high": _rounded(band.high),
+            "x": {against: _rounded(bands[i].xs) for against, bands in by_axis.items()},
+        }
+        for i, band in enumerate(by_axis["time"])
+    ]
+
+
+def _marks(runs: list[Run], target: Target, known: list[str], window: int) -> list[dict[str, Any]]:
+    by_axis = {against: overlay.target_marks(runs, target, against=against, window=window) for against in known}
+    return [
+        {"run": mark.run, "text": mark.text, "y": mark.y, "x": {name: marks[i].x for name, marks in by_axis.items()}}
+        for i, mark in enumerate(by_axis["time"])
     ]
 
 

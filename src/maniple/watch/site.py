@@ -119,8 +119,11 @@ class LiveView:
             self.host = HostStatus(str(error))
 
     def _new_state(self) -> RunState:
-        asked = self.run.folder.read().get("asked", {})
-        return RunState(self.run.folder, workers=int(asked.get("workers") or 0))
+        description = self.run.folder.read()
+        asked = description.get("asked") or {}
+        state = RunState(self.run.folder, workers=int(asked.get("workers") or 0))
+        state.describe(description)
+        return state
 
     def _refresh(self) -> None:
         try:
@@ -136,6 +139,8 @@ class LiveView:
                 before, self.description, self._described_at = self.description, self.run.folder.read(), written
                 if before and before.get("lineage") != self.description.get("lineage"):
                     self._state = self._new_state()  # another run has started at this address
+                else:
+                    self._state.describe(self.description)  # perhaps it was resumed with another target
 
 
 def make_site(view: LiveView, access: Access, *, may_steer: bool, is_ending: Callable[[], bool]) -> Starlette:

@@ -2,7 +2,7 @@
 
 Small values are sent whole when they have changed. Series and time splits only grow at their end while their generation
 stays, so that only new points are sent. Arrays travel as float32 in base64: a third of the size of decimal digits, and
-nothing to parse. Times are in seconds since the first worker's start (`since`).
+nothing to parse. Times are in seconds since the first step of any worker (`since`); before it, since the first join.
 """
 
 from base64 import b64encode
@@ -29,7 +29,7 @@ SCHEMA: dict[str, Any] = {
         for one in MEASURES
     ],
     "totals": [
-        {key: getattr(one, key) for key in ("name", "format", "help", "label", "beside", "counted")}
+        {key: getattr(one, key) for key in ("name", "format", "help", "label", "beside", "counted", "is_optional")}
         for one in RUN_MEASURES
         if one.is_shown
     ],
@@ -57,9 +57,9 @@ class Updates:
     def next(self, state: RunState, extra: Mapping[str, Any]) -> bytes:
         """What is new, as JSON; `extra` are more small values."""
         update: dict[str, Any] = {}
-        if state.since != self._since:  # all times are relative to it
-            self._restart(state.since)
-            update = {"since": state.since}
+        if (since := _since(state)) != self._since:  # all times are relative to it
+            self._restart(since)
+            update = {"since": since}
         small = {**extra, **_small_values(state), "clock": self._clock(state)}
         for name, value in small.items():
             if (encoded := _encode(value)) != self._sent.get(name):
@@ -76,7 +76,7 @@ class Updates:
         """Times, and the samples of all workers by then."""
         if not state.samples_seen:
             return ["", ""]
-        moments = np.linspace(state.since, state.until, _CLOCK_POINTS)
+        moments = np.linspace(self._since, state.until, _CLOCK_POINTS)
         return [packed(moments - self._since), packed(state.samples_at(moments))]
 
     def _series(self, state: RunState) -> list[list[Any]]:
@@ -116,6 +116,11 @@ class Updates:
         return list(state.happened)[-count:] if count else []
 
 
+def _since(state: RunState) -> float:
+    """Time 0 of the page: training time counts from the first step."""
+    return state.first_step or state.since
+
+
 def packed(values: np.ndarray) -> str:
     """An array for the wire."""
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
@@ -124,15 +129,18 @@ def packed(values: np.ndarray) -> str:
 
 def _small_values(state: RunState) -> dict[str, Any]:
     when, reason = state.stop
+    totals = asdict(state.totals())
+    reached = state.target_search.reached if state.target_search else None
     return {
-        "totals": asdict(state.totals()),
+        "totals": totals,
         "workers": [[rank, *_columns(worker)] for rank, worker in sorted(state.workers.items())],
         "states": {rank: _history(state, worker) for rank, worker in state.workers.items()},
         "ages": sorted(state.ages.items()),
         "together": sorted(state.together.items()),
         "non_finite": state.logged.non_finite,
         "run": {
-            "until": state.until - state.since if state.since else 0.0,
+            "until": state.until - _since(state) if _since(state) else 0.0,
+            "target_at": None if reached is None else reached - _since(state),
             "epoch_size": state.epoch_size,
             "stop": reason if when else "",
             "exit_code": state.host_exit_code,
@@ -145,4 +153,5 @@ def _columns(worker: WorkerState) -> list[Any]:
 
 
 def _history(state: RunState, worker: WorkerState) -> list[tuple[float, str]]:
-    return [(round(when - state.since, 3) if state.since else 0.0, name) for when, name in worker.states]
+    since = _since(state)
+    return [(round(when - since, 3) if since else 0.0, name) for when, name in worker.states]

@@ -1,7 +1,7 @@
 // The charts, drawn by plotly.js from the plotly wheel.
 
-import { from, MAX_LINES, smoothed, summed, thinned } from "./curves.js";
-import { timeUnit } from "./format.js";
+import { from, MAX_LINES, MAX_WORKER_LINES, smoothed, summed, thinned } from "./curves.js";
+import { targetText, timeUnit } from "./format.js";
 import { changed, colour, drawWhenSeen, workerColour } from "./redraw.js";
 import { CENTER } from "./store.js";
 
@@ -75,24 +75,25 @@ export class Charts {
   #drawValues() {
     const name = find("value").value, against = find("against").value;
     const curves = [...this.store.named("logged", name)].filter(([rank]) => rank === CENTER || this.shown(rank));
-    const most = Math.max(120, Math.min(1000, Math.floor(12000 / Math.max(1, curves.length))));
-    const isCrowd = curves.length > MAX_LINES;
-    const traces = curves.sort((a, b) => b[0] - a[0]).map(([rank, curve]) => {
-      const { xs, ys } = from(curve, against === "time" ? this.#begin : 0);
-      const few = thinned(xs, smoothed(ys, Number(find("smooth").value)), most);
-      return this.#line(few, this.#axis(against).of, rank, isCrowd);
+    const begin = against === "time" ? this.#begin : 0, of = this.#axis(against).of;
+    const shown = curves.sort((a, b) => b[0] - a[0]).map(([rank, curve]) => {
+      const { xs, ys } = from(curve, begin);
+      return [rank, { xs, ys: smoothed(ys, Number(find("smooth").value)) }];
     });
-    if (isCrowd) traces.push(this.#mean(curves.filter(([rank]) => rank !== CENTER).map(([, curve]) => curve), this.#axis(against).of));
+    const workers = shown.filter(([rank]) => rank !== CENTER), isCrowd = workers.length > MAX_WORKER_LINES;
+    const traces = isCrowd ? this.#band(summed(workers.map(([, curve]) => curve), begin, this.store.until, 200), of) : [];
+    for (const [rank, { xs, ys }] of shown) if (!isCrowd || rank === CENTER) traces.push(this.#line(thinned(xs, ys, 1000), of, rank));
+    traces.push(...this.#target(name, of));
     const nonFinite = this.store.small.non_finite?.[name];
     const note = find("values-note");
     note.textContent = nonFinite ? `${nonFinite} values were not finite and are left out. ` : "";
-    if (isCrowd) note.append("Bold: the mean of the workers. ");
+    if (isCrowd) note.append(`Line and area: the mean, the lowest and the highest of ${workers.length} workers. `);
     if (this.store.named("logged", name).has(CENTER)) {
       const chip = Object.assign(document.createElement("span"), { className: "chip" });
       chip.style.background = colour("text");
-      note.append(chip, " center; workers as in the table");
+      note.append(chip, isCrowd ? " center" : " center; workers as in the table");
     }
-    draw(find("values"), traces, { x: this.#axis(against).title, isLog: find("log").checked, isCrowd });
+    draw(find("values"), traces, { x: this.#axis(against).title, isLog: find("log").checked });
   }
 
   // The title of an axis, and the position of a moment on it.
@@ -104,28 +105,35 @@ export class Charts {
         of: (t) => (size ? this.store.samplesAt(t) / size : 0) };
     }
     const [unit, seconds] = timeUnit(this.store.until);
-    return { title: `${unit} since the first worker's start`, of: (t) => t / seconds };
+    return { title: `${unit} since the first step`, of: (t) => t / seconds };
   }
 
-  #line({ xs, ys }, of, rank, isCrowd) {
+  // A dashed line at the run's target, and a mark at the time when it was reached.
+  #target(name, of) {
+    const { target = null, target_s: reached } = this.store.small.totals ?? {}, at = this.store.small.run?.target_at ?? null;
+    if (target === null || target.name !== name) return [];
+    const common = { type: "scatter", hovertemplate: "%{y:.4g}", name: `target ${targetText(target)}` };
+    const line = { color: colour("quiet"), width: 1.2, dash: "dash" };
+    const traces = [{ ...common, x: [this.#begin, this.store.until].map(of), y: [target.value, target.value], mode: "lines", line }];
+    const marker = { symbol: "star", size: 13, color: colour("accent"), line: { color: colour("panel"), width: 1 } };
+    if (at !== null) traces.push({ ...common, x: [of(at)], y: [target.value], mode: "markers", marker, name: `reached after ${reached.toFixed(1)} s` });
+    return traces;
+  }
+
+  #line({ xs, ys }, of, rank) {
     const isCenter = rank === CENTER;
     return {
       x: Array.from(xs, of), y: ys, type: "scatter", mode: xs.length === 1 ? "markers" : isCenter && xs.length < 60 ? "lines+markers" : "lines",
-      name: isCenter ? "center" : `W${rank}`, line: { color: isCenter ? colour("text") : workerColour(rank), width: isCenter ? 2.2 : isCrowd ? 0.8 : 1.5 },
-      opacity: isCrowd && !isCenter ? 0.4 : 1, marker: { size: 5 }, hovertemplate: "%{y:.4g}",
+      name: isCenter ? "center" : `W${rank}`, line: { color: isCenter ? colour("text") : workerColour(rank), width: isCenter ? 2.2 : 1.5 },
+      marker: { size: 5 }, hovertemplate: "%{y:.4g}",
     };
-  }
-
-  #mean(curves, of) {
-    const { xs, mean } = summed(curves, 0, this.store.until, 200);
-    return { ...this.#line({ xs, ys: mean }, of, 0, true), name: "mean of the workers", opacity: 1, line: { color: colour("accent"), width: 2.5 } };
   }
 
   #drawMeasured(into, { name, format }) {
     const curves = [...this.store.named("measured", name)].filter(([rank]) => this.shown(rank));
     const of = this.#axis("time").of, cut = curves.map(([rank, curve]) => [rank, from(curve, this.#begin)]);
     const traces = cut.length <= MAX_LINES
-      ? cut.map(([rank, curve]) => this.#line(thinned(curve.xs, curve.ys, 300), of, rank, false))
+      ? cut.map(([rank, curve]) => this.#line(thinned(curve.xs, curve.ys, 300), of, rank))
       : this.#band(summed(cut.map(([, curve]) => curve), this.#begin, this.store.until), of);
     draw(into, traces, { ticks: TICKS[format] ?? "", fromZero: true, unit: format === "bytes" ? "B" : "" });
   }
@@ -172,13 +180,13 @@ export class Charts {
 }
 
 // Draw lines or bars in the colours of the page.
-async function draw(into, traces, { x = "", isLog = false, ticks = "", fromZero = false, isCrowd = false, isNamed = false, unit = "" }) {
+async function draw(into, traces, { x = "", isLog = false, ticks = "", fromZero = false, isNamed = false, unit = "" }) {
   const axis = { gridcolor: colour("edge"), linecolor: colour("edge"), zeroline: false, automargin: true, fixedrange: true, tickfont: { size: 11 } };
   const small = into.classList.contains("tall") ? 0 : 1;
   const layout = {
     margin: { l: 44, r: 6, t: 8, b: x ? 36 : 22 }, showlegend: false, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("quiet") },
-    hovermode: isCrowd || isNamed ? "closest" : "x unified",
+    hovermode: isNamed ? "closest" : "x unified",
     hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("edge"), font: { color: colour("text") } },
     xaxis: { ...axis, showgrid: false, title: x ? { text: x, font: { size: 11.5 }, standoff: 6 } : undefined, type: isNamed ? "category" : "linear", nticks: small ? 6 : 10 },
     yaxis: { ...axis, type: isLog ? "log" : "linear", tickformat: ticks || undefined, ticksuffix: unit, rangemode: fromZero || isNamed ? "tozero" : "normal", nticks: small ? 5 : 8 },

@@ -3,6 +3,7 @@
 import { lowerBound } from "./store.js";
 
 export const MAX_LINES = 8; // in a small chart; more become their mean, minimum and maximum
+export const MAX_WORKER_LINES = 3; // of a logged value, as in plots
 
 // An exponential moving average with decay `share`, corrected for its start at zero.
 export function smoothed(ys, share) {

@@ -30,8 +30,12 @@ function bytes(value) {
 export const formats = {
   count, short, number, percent, bytes,
   tenths: (value) => (value === null ? UNKNOWN : value.toFixed(1)),
+  seconds: (value) => (value === null ? "not yet" : `${value.toFixed(1)} s`),
   hundredths: (value) => (value === null ? UNKNOWN : value.toFixed(2)),
 };
+
+// A target with its direction, which is unknown until the value is logged.
+export function targetText({ name, value, falling }) { return `${name} ${falling === null ? "=" : falling ? "≤" : "≥"} ${Number(value.toPrecision(6))}`; }
 
 export function duration(seconds) {
   const s = Math.max(0, Math.floor(seconds)), two = (n) => String(n).padStart(2, "0");

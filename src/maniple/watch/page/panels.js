@@ -1,6 +1,6 @@
 // The parts of the page that are text: totals, the table of workers, events and settings.
 
-import { duration, eventText, formats } from "./format.js";
+import { duration, eventText, formats, targetText } from "./format.js";
 import { changed, workerColour } from "./redraw.js";
 
 const MAX_EVENTS = 300;
@@ -15,13 +15,20 @@ export class Totals {
   show(store) {
     const { totals, run } = store.small;
     for (const measure of store.schema.totals) {
-      if (!store.isCounted(measure)) continue;
-      let text = formats[measure.format](totals[measure.name]), note = measure.beside ? `of ${totals[measure.beside]}` : "";
+      if (!store.isCounted(measure) || (measure.is_optional && !this.#isKnown(measure, totals))) continue;
+      let label = measure.label, text = formats[measure.format](totals[measure.name]), note = measure.beside ? `of ${totals[measure.beside]}` : "";
       if (measure.format === "bytes") [text, note] = text.split(" ");
       if (measure.name === "samples" && run.epoch_size) note = `${(totals.samples / run.epoch_size).toFixed(2)} epochs`;
-      this.#put(measure.name.replace("steps", "samples"), measure.label, text, note, measure.help); // one cell for either
+      if (measure.name === "target_s") {
+        label = `time to ${targetText(totals.target)}`;
+        note = totals.target_s === null && totals.target.best !== null ? `best ${formats.number(totals.target.best)}` : "";
+      }
+      this.#put(measure.name.replace("steps", "samples"), label, text, note, measure.help); // one cell for either
     }
   }
+
+  // A target has its field from the beginning, other optional values once they are known.
+  #isKnown({ name }, totals) { return name === "target_s" ? totals.target !== null : totals[name] !== null; }
 
   #put(key, name, value, unit, help) {
     if (!this.cells.has(key)) {

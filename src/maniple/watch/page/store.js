@@ -1,4 +1,4 @@
-// What is known of the run, put together from updates. Times are seconds since the first worker's start.
+// What is known of the run, put together from updates. Times are seconds since the first step of any worker.
 
 export const CENTER = -1; // in place of a rank
 const INTERVAL = 6; // numbers of an interval: begin, end, seconds of the four parts
