@@ -65,6 +65,14 @@ def test_the_time_to_a_target_counts_from_the_first_step_and_is_found_live(writt
     assert totals.target_s == totals.target.reached_s == pytest.approx(11.0)
     assert (totals.target.text, totals.target.falling) == ("target loss 0.5: reached after 11.0 s", True)
     assert monitor.result()["target"]["reached_s"] == totals.target_s
+    assert monitor.summary()[-1] == totals.target.text
+
+
+def test_a_run_that_has_ended_says_that_its_target_was_not_reached(written):
+    written.row(0, "log", 4.0, step=2, loss=0.75)
+    monitor = RunMonitor(written.folder, 1)
+    monitor.refresh()
+    assert monitor.summary()[-1] == "target loss 0.5: not reached, best 0.75"
 
 
 def test_once_the_center_s_values_are_logged_only_these_count(written):

@@ -18,7 +18,6 @@ from maniple.clock import clock
 from maniple.host import Host
 from maniple.job import Job
 from maniple.monitor import RunState, Totals, WorkerState
-from maniple.monitor.baseline import Baseline
 from maniple.monitor.measures import MEASURES, RUN_MEASURES
 from maniple.monitor.worker_state import BAD, WAITING
 from maniple.record import RunFolder, Tail
@@ -110,7 +109,11 @@ class RunMonitor(RunState):
             lines.append(f"speed-up {totals.speedup:.2f}: {overall.rate:,.0f} {overall.unit}/s over {measured}")
         elif base is not None and overall.rate:
             lines.append(f"no speed-up: {base.name} counted {base.unit}, and this run {overall.unit}")
-        return lines + target_lines(totals, base)
+        if totals.target is not None:
+            lines.append(totals.target.final_text)
+        if base is not None and base.target_s is not None and totals.target_speedup is not None:
+            lines[-1] += f", {totals.target_speedup:.2f} times as fast as one worker ({base.target_s:,.1f} s)"
+        return lines
 
     def result(self) -> dict[str, Any]:
         """What run.json keeps as `result`: the training time, the measured speed, and the time to the target."""
@@ -293,13 +296,12 @@ def total_line(totals: Totals) -> str:
     return ", ".join([f"{rate:,.0f} {unit}/s{mean}", *phrases])
 
 
-def target_lines(totals: Totals, base: Baseline | None = None) -> list[str]:
-    """The target in one line, with the baseline's time to it; none without a target."""
+def target_lines(totals: Totals) -> list[str]:
+    """The target in one line; none without a target."""
     if totals.target is None:
         return []
-    if base is None or totals.target_speedup is None:
-        return [totals.target.text]
-    return [f"{totals.target.text}, {totals.target_speedup:.2f} times as fast as one worker ({base.target_s:,.1f} s)"]
+    faster = totals.target_speedup
+    return [totals.target.text + (f", {faster:.2f} times as fast as one worker" if faster is not None else "")]
 
 
 def as_numbers(workers: Mapping[int, WorkerState], totals: Totals) -> dict[str, Any]:

@@ -116,11 +116,19 @@ class TargetStatus:
 
     @property
     def text(self) -> str:
-        """`target loss 0.2: reached after 12.3 s`."""
+        """`target loss 0.2: reached after 12.3 s`, for a run that may continue."""
+        return self._say("not yet")
+
+    @property
+    def final_text(self) -> str:
+        """The same for a run that has ended."""
+        return self._say("not reached")
+
+    def _say(self, missed: str) -> str:
         if self.reached_s is not None:
             return f"target {self.name} {self.value:g}: reached after {self.reached_s:,.1f} s"
         known = f"best {self.best:.4g}" if self.best is not None else f"no {self.name} was logged"
-        return f"target {self.name} {self.value:g}: not yet, {known}"
+        return f"target {self.name} {self.value:g}: {missed}, {known}"
 
 
 class TargetSearch:
