@@ -9,7 +9,6 @@ import secrets
 import shutil
 import time
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +157,8 @@ def fresh_name(root: Path, script: Path) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that affect results."""
+    from importlib import metadata  # 15 ms, which only the host of a run needs
+
     found = {"python": platform.python_version()}
     for name in ("maniple", "numpy", "torch", "numba", "mpi4py"):
         try:
