@@ -105,7 +105,7 @@ class FlatModel(Protocol):
 
 
 class Exchanger(Protocol):
-    """The part of a rule that a center calls, once per chunk and under its lock."""
+    """The part of a rule that a center calls, under the locks, for each chunk or for several that follow each other."""
 
     def operation(self, moment: ExchangeInfo) -> Operation | None:
         """The operation of the host that is equivalent to `exchange`; None if there is none."""

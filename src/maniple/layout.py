@@ -186,6 +186,11 @@ class Layout:
         """Return one view per chunk into the flat vectors."""
         return [flat[chunk.dtype][chunk.start : chunk.stop] for chunk in self.chunks]
 
+    def run_view(self, flat: dict[str, Array], ks: range) -> Array:
+        """Return one view of consecutive chunks with the same dtype into the flat vectors."""
+        first, last = self.chunks[ks[0]], self.chunks[ks[-1]]
+        return flat[first.dtype][first.start : last.stop]
+
     def record_bytes(self, k: int) -> int:
         """The size of a record: chunk k and the rule's state of it."""
         return (1 + len(self.state.vectors)) * self.chunks[k].size_bytes + 8 * len(self.state.scalars)

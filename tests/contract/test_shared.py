@@ -523,3 +523,20 @@ def test_downpour_counts_every_change_through_another_s_view(opened):
         params["w"] += 1
         center.exchange(adapt(params), Downpour(), state, ExchangeInfo())
     assert (host.read(0) == 5).all()
+
+
+def test_version_of_a_run_is_even_in_the_end_when_another_worker_writes_without_locks(opened):
+    torch = pytest.importorskip("torch")
+    first, second = (opened(torch.nn.ParameterList([torch.zeros(4)] * 1), rank, lock=False) for rank in (0, 1))
+
+    class Interrupted(EASGD):
+        def exchange(self, x, c, state, moment):
+            if first.versions == [1]:  # the other worker begins in the middle of this exchange, and ends before it
+                second.exchange(adapt(torch.nn.ParameterList([torch.ones(4)])), EASGD(0.5), None, ExchangeInfo())
+            return super().exchange(x, c, state, moment)
+
+        def operation(self, moment):
+            return super().operation(moment)
+
+    first.exchange(adapt(torch.nn.ParameterList([torch.ones(4)])), Interrupted(0.5), None, ExchangeInfo())
+    assert first.versions[0] % 2 == 0

@@ -73,9 +73,8 @@ class ChunkedModel:
     def run(self, ks: range) -> Array | None:
         """Consecutive chunks of one dtype as one array, in the model's own memory; None if they are not flat."""
         if ks not in self._runs:
-            first, last = self._layout.chunks[ks[0]], self._layout.chunks[ks[-1]]
             is_flat = all(self._is_flat[k] for k in ks)
-            self._runs[ks] = self._vectors[first.dtype][first.start : last.stop] if is_flat else None
+            self._runs[ks] = self._layout.run_view(self._vectors, ks) if is_flat else None
         return self._runs[ks]
 
     def pieces(self, k: int) -> Sequence[tuple[slice, Array]]:

@@ -33,9 +33,7 @@ T = TypeVar("T")
 _CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
 ARRAY_FILE = "array-"  # prefix of the file of a named array
 LOCK_TIMEOUT_S = 60.0  # an exchange holds a lock for milliseconds: after a minute its holder must be stopped
-STUCK_S = (
-    0.5  # the wait for a lock before its chunk is left out: longer than a busy machine keeps a holder off its core
-)
+STUCK_S = 0.5  # the wait for a lock before its chunk is left out; a busy machine delays its holder for less
 _RUN_BYTES = 8 << 20  # of chunks that are locked and exchanged by one call each: less than a millisecond
 
 
@@ -56,12 +54,8 @@ class SharedCenter:
         self._versions, self._holders, self._arrays = memory.versions, memory.holders, memory.arrays
         self._stuck = memory.stuck  # version + 1 of chunks that are stuck
         self._single = [range(k, k + 1) for k in range(len(self._arrays))]
-        self._run_arrays = {  # the center's memory of each run of chunks
-            ks: memory.vectors[self.layout.chunks[ks[0]].dtype][
-                self.layout.chunks[ks[0]].start : self.layout.chunks[ks[-1]].stop
-            ]
-            for ks in self.layout.runs(_RUN_BYTES)
-        }
+        # The center's memory of each run of chunks.
+        self._run_arrays = {ks: self.layout.run_view(memory.vectors, ks) for ks in self.layout.runs(_RUN_BYTES)}
         self.state = memory.state
         self._has_scalars = bool(self.layout.state.scalars)
         self._seen = list(self._versions)
@@ -142,7 +136,7 @@ class SharedCenter:
             moment.staleness = staleness
             return rule.exchange(x, c, {}, moment)
 
-        # A rule of a user's own may compute something of a chunk as a whole.
+        # A custom `exchange` may need whole chunks; `mix` does not, since it is called with smaller blocks anyway.
         has_runs = state is None and not any(self.layout.state) and not half and is_operation_known(type(rule))
         return self._for_each(
             model,
@@ -288,12 +282,12 @@ class SharedCenter:
             holders[k] = self._rank + 1
             if stuck[k]:
                 stuck[k] = 0
-            versions[k] += 1
+            versions[k] = seen[k] + writes + 1
         staleness = max(0, writes) // 2
         refused = apply_to_run(x, c, staleness)
         for k in ks:
-            versions[k] += 1
-            seen[k] = versions[k]
+            # Not `+= 1`: without locks another worker may write too, and the version must be even in the end.
+            versions[k] = seen[k] = seen[k] + writes + 2
         outcome.staleness += len(ks) * staleness
         if refused is not None:
             start = 0
