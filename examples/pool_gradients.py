@@ -5,7 +5,7 @@
     python examples/pool_gradients.py --data mnist.npz --batch-size 1000 --epochs 5
 
 After the first call each worker has the mean gradient of all parameters in one flat vector. Functions of the pool may
-change it, in the same way on all workers: clip it, add noise, set parts to zero. The second call makes the update.
+change it, identically on all workers: clip it, add noise, set parts to zero. The second call makes the update.
 
 The data are the 1797 images of 8 x 8 pixels included in scikit-learn, or MNIST from a file (docs/data.md).
 """

@@ -6,8 +6,8 @@
     python benchmarks/reproduce --report     # write docs/results.md and its pictures again
 
 Every result is written to docs/results.json (the full part) or benchmarks/results/reproduce.json (the fast part) as
-soon as it is measured; a run that was interrupted continues where it stopped. Each contestant runs in a process session
-of its own, since Linux gives every session an equal share of the processors, and on an otherwise idle machine.
+soon as it is measured; a run that was interrupted continues where it stopped. Each contestant has a separate process
+session, since Linux gives every session an equal share of the processors. Run it on an otherwise idle machine.
 
 The grid: the learning rate of the task times 1/2, 1 and 2, for workers each with the task's batch for every worker
 and with that batch divided among them; then, for rules with a period, 3 and 30 steps beside the default of 10 (for
@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from pool_batches import speed_ups
-from report import write_report
+from report import ALL_CORES, ALONE, DDP, TUNING_SEED, write_report
 from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FULL, FAST = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "reproduce.json"
-TUNING_SEED = 100
 LEARNING_RATES = (0.5, 1.0, 2.0)
 DEADLINE_S = 600.0
 CORES = sorted(os.sched_getaffinity(0))
@@ -52,7 +51,6 @@ PERIODS: dict[str, tuple[int, ...] | None] = {
     "easgd:sync=true": (10, 3, 30),
     "downpour:sync=true": (1, 3, 10),
 }
-ALONE, ALL_CORES, DDP = "1 process", "1 process, all cores", "DDP"
 CONTESTANTS = (ALONE, ALL_CORES, DDP, *PERIODS)
 MAIN = (ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd")
 
@@ -164,8 +162,11 @@ def measure(case: Case) -> dict[str, Any]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     process.wait(30)
+        text = (folder / "log").read_text()
+        if any(codes) and "Diverged" in text:  # with a learning rate that is too large for this contestant
+            return {"curve": [], "metric": "", "target": 0, "seconds": None} | time_to_target([], "", 0)
         if any(codes) or not out.exists():
-            raise RuntimeError(f"{case.key} ended with {codes}:\n{(folder / 'log').read_text()[-3000:]}")
+            raise RuntimeError(f"{case.key} ended with {codes}:\n{text[-3000:]}")
         found = json.loads(out.read_text())
     return found | time_to_target(found["curve"], found["metric"], found["target"])
 
@@ -176,7 +177,7 @@ def time_to_target(curve: list[list[float]], metric: str, target: float) -> dict
     values = [sign * value for _, _, value in curve]
     smooth = [statistics.median(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
     at = next((i for i, value in enumerate(smooth) if value >= sign * target), None)
-    found: dict[str, Any] = {"to_target_s": None, "to_target_samples": None, "final": curve[-1][2]}
+    found: dict[str, Any] = {"to_target_s": None, "to_target_samples": None, "final": curve[-1][2] if curve else None}
     if at is not None:
         share = 1.0 if at == 0 else (sign * target - smooth[at - 1]) / max(1e-12, smooth[at] - smooth[at - 1])
         before = curve[max(0, at - 1)]
@@ -200,11 +201,9 @@ class Runner:
             found = self.results.runs[case.key]
             reached = "not reached" if found["to_target_s"] is None else f"{found['to_target_s']:6.2f} s"
             minutes = (time.monotonic() - self._start) / 60
-            print(
-                f"{minutes:5.1f} min  {case.key:<60} {reached:>12}  {found['metric']} {found['final']:.4f} at the end "
-                f"({time.monotonic() - begin:.0f} s)",
-                flush=True,
-            )
+            final = "diverged" if found["final"] is None else f"{found['metric']} {found['final']:.4f} at the end"
+            seconds = time.monotonic() - begin
+            print(f"{minutes:5.1f} min  {case.key:<60} {reached:>12}  {final} ({seconds:.0f} s)", flush=True)
         return self.results.runs[case.key]
 
     def tuned(self, case: Case) -> Setting:
@@ -213,8 +212,8 @@ class Runner:
         def best(settings: list[Setting]) -> Setting:
             def cost(setting: Setting) -> tuple[float, float]:
                 found = self.run(replace(case, setting=setting, seed=TUNING_SEED))
-                worst = -found["final"] if found["metric"] == "accuracy" else found["final"]
-                return (found["to_target_s"] or float("inf"), worst)
+                final = float("inf") if found["final"] is None else found["final"]
+                return (found["to_target_s"] or float("inf"), -final if found["metric"] == "accuracy" else final)
 
             return min(settings, key=cost)
 
@@ -261,7 +260,7 @@ def data_of(task: str, folder: Path | None) -> list[str]:
     """The files that replace generated data; "" for the generated data itself."""
     if folder is None:
         return [""]
-    return [str(folder / f"{name}.npz") for name in FILES.get(task, ()) if (folder / f"{name}.npz").exists()]
+    return [str(path) for name in FILES.get(task, ()) if (path := folder / f"{name}.npz").exists()]
 
 
 def main() -> None:
@@ -277,6 +276,9 @@ def main() -> None:
     options = parser.parse_args()
     options.contestants = options.contestants or list(CONTESTANTS if options.full else MAIN)
     options.seeds = options.seeds or (3 if options.full or options.tables else 1)
+    if options.data is not None and not any(data_of(task, options.data) for task in options.tasks):
+        names = ", ".join(f"{name}.npz" for task in options.tasks for name in FILES.get(task, ()))
+        parser.error(f"--data {options.data} has none of the files {names or '(these tasks read no files)'}")
     results = Results(FULL if options.full or options.tables or options.report else FAST)
     if not options.report:
         print(f"results: {results.path.relative_to(ROOT)}; {len(results.runs)} runs are known", flush=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from earlier_tables import earlier_tables
+from earlier_tables import ALONE, earlier_tables
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE, ALL_CORES, DDP = "1 process", "1 process, all cores", "DDP"
-TUNING_SEED = 100
+ALL_CORES, DDP = "1 process, all cores", "DDP"
+TUNING_SEED = 100  # of the runs that choose the settings
 PAYS = 0.9  # of the better time of one process: less is a gain that the noise of a machine cannot explain
 COLOURS = ("#555555", "#999999", "#cc79a7", "#0072b2", "#009e73", "#e69f00", "#56b4e9", "#d55e00", "#8c564b", "#bcbd22")
 
@@ -27,7 +27,7 @@ class Row:
         self.seconds = [run["to_target_s"] for run in runs]
         self.median_s = None if None in self.seconds else statistics.median(self.seconds)
         self.samples = [run["to_target_samples"] for run in runs if run["to_target_samples"] is not None]
-        self.finals = [run["final"] for run in runs]
+        self.finals = [run["final"] for run in runs if run["final"] is not None]  # None: it has diverged
 
     @property
     def described(self) -> str:
@@ -66,6 +66,8 @@ def ratio(row: Row, base_s: float | None) -> float | None:
 def cells(row: Row, rows: dict[str, Row]) -> list[str]:
     """One line of a table."""
     spread = "" if len(row.seconds) < 2 or row.median_s is None else f" ({min(row.seconds):.1f}-{max(row.seconds):.1f})"
+    if not row.finals:
+        return [row.name, row.described, "diverged", *[""] * 5]
     metric = row.runs[0]["metric"]
     final = statistics.median(row.finals)
     quality = f"{final:.1%}" if metric == "accuracy" else f"{final:.3f}"
@@ -160,7 +162,7 @@ def draw(rows: dict[str, Row], path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "maniple"  # equal pictures from equal results
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     first = next(iter(rows.values())).runs[0]
-    for row, colour in zip(rows.values(), COLOURS, strict=False):
+    for row, colour in zip((row for row in rows.values() if len(row.finals) == len(row.runs)), COLOURS, strict=False):
         end = min(run["curve"][-1][0] for run in row.runs)
         times = np.linspace(0, end, 200)
         values = [np.interp(times, *np.array([(t, v) for t, _, v in run["curve"]]).T) for run in row.runs]
@@ -170,7 +172,7 @@ def draw(rows: dict[str, Row], path: Path) -> None:
             axes.fill_between(times, np.min(values, 0), np.max(values, 0), color=colour, alpha=0.12, lw=0)
     axes.axhline(first["target"], color="black", ls="--", lw=1)
     axes.annotate("target", (0, first["target"]), xytext=(4, 3), textcoords="offset points", fontsize=8)
-    reached = [run["final"] for row in rows.values() for run in row.runs] + [first["target"]]
+    reached = [final for row in rows.values() for final in row.finals] + [first["target"]]
     if first["metric"] == "accuracy":
         axes.set_ylim(2.5 * first["target"] - 1.5 * max(reached), max(reached) + 0.2 * (1 - max(reached)))
     else:

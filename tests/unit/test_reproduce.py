@@ -98,3 +98,13 @@ def test_tables_of_earlier_systems_have_their_numbers_beside_ours(reproduce):
     assert "| ours, speed-up | 1.00 |  | 2.00 |  |  |" in page
     assert "| vgg | 9.0 |  |  |  |  | 410.3 | 216.0 | 113.8 |" in page
     assert "| 64 | 1,000 | 1,500 | 1.50 |" in page
+
+
+def test_contestant_that_diverges_is_said_to_and_ends_nothing(reproduce, tmp_path):
+    import report  # pyright: ignore[reportMissingImports]
+
+    assert reproduce.time_to_target([], "", 0)["final"] is None
+    diverged = run_of("easgd", None) | {"curve": [], "final": None}
+    rows = report.rows_of([run_of("1 process", 10.0), diverged])["digits"]
+    assert report.cells(rows["easgd"], rows)[2] == "diverged"
+    report.draw(rows, tmp_path / "curves.svg")

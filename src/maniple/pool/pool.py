@@ -146,7 +146,7 @@ class Pool:
         model with what is in that vector, and returns the number of updates so far.
 
             gradient, update = pool.gradient_and_update(model, loss, "adam", lr=0.01)
-            clip = pool.function(clip_norm)  # modifies the vector in place, in the same way on all workers
+            clip = pool.function(clip_norm)  # modifies the vector in place, identically on all workers
             gradient(x, y, batch=rows)
             clip(gradient.flat, 1.0)
             update()

@@ -247,7 +247,7 @@ class RunSettings(SharedSettings):
         False, "Stop all workers once the --target is reached.", ALL, group=STOPPING, folder=True, resume="recorded"
     )
     baseline: str | None = setting(
-        None, "What the speed-up is measured over: first run one worker alone for so many seconds, or take a RUN with "
+        None, "What the speed-up is measured over: first run one worker alone for SECONDS, or take a RUN with "
         "one worker.", "run", metavar="SECONDS|RUN", group=OUTPUT, resume="recorded",
     )  # fmt: skip
     restarts: int = setting(
