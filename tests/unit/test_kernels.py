@@ -362,6 +362,23 @@ def test_kernels_load_in_the_background_and_numpys_serve_until_then(fused):
     assert run_script(text) == f"{name}\n{name} 1\n"
 
 
+def test_kernels_of_a_small_model_load_only_in_runs_that_last(fused):
+    text = """
+        import threading, time
+        from maniple.rules import kernels, warm_up_in_background
+        from maniple.rules.kernels import numpy_kernels
+        kernels.SMALL_DELAY_S = {delay}
+        warm_up_in_background(["float32"], size_bytes=1000)
+        assert kernels.kernels() is numpy_kernels
+        deadline = time.monotonic() + {wait}
+        while kernels.kernels() is numpy_kernels and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(kernels.kernels().__name__)
+    """
+    assert run_script(text.format(delay=600, wait=0.2)) == "maniple.rules.kernels.numpy_kernels\n"
+    assert run_script(text.format(delay=0.1, wait=PATIENCE_S / 2)) == f"{fused.__name__}\n"
+
+
 def test_process_that_ends_while_kernels_load_ends_in_order(fused):
     text = """
         from maniple.rules import warm_up_in_background

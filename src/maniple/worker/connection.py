@@ -121,7 +121,8 @@ class LocalConnection(_Connection):
         center, is_creator = SharedCenter.open_or_create(
             self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule), state=rule.center_state
         )
-        warm_up_in_background(center.layout.sizes)  # in shared memory the worker computes exchanges
+        # In shared memory the worker computes exchanges.
+        warm_up_in_background(center.layout.sizes, size_bytes=center.layout.size_bytes)
         return center, is_creator
 
     def _await_center(self, name: str) -> None:

@@ -41,6 +41,8 @@ class Kernels(Protocol):
 _wanted: set[str] = set()  # dtypes whose kernels are to be loaded
 _loaded: set[str] = set()
 _loading = threading.RLock()  # held meanwhile
+LARGE_BYTES = 4 << 20  # of a model for which the compiled kernels save 0.4 ms in an exchange
+SMALL_DELAY_S = 20.0  # a run that has lasted as long will last longer; the loading takes 5 % of that at most
 _FORK_S = 10.0  # for which a fork waits for that: to compile the kernels takes 5 s on a busy machine
 active: Kernels | None = None  # None before the first use; NumPy's while the compiled ones are being loaded
 
@@ -89,15 +91,26 @@ def warm_up(dtypes: Iterable[str]) -> None:
             activate()
 
 
-def warm_up_in_background(dtypes: Iterable[str]) -> None:
+def warm_up_in_background(dtypes: Iterable[str], *, size_bytes: int = LARGE_BYTES) -> None:
     """Do what `warm_up` does in a background thread: that takes half a second, and seconds on first use.
+
+    For models smaller than LARGE_BYTES (`size_bytes`) it begins after SMALL_DELAY_S: NumPy needs little time for them,
+    and a run of seconds would lose more to the loading than it could gain.
 
     The end of the process waits for the thread, since a thread that is stopped inside of the compiler may crash it.
     """
     global active  # noqa: PLW0603 - there is one set of kernels in a process
-    if missing := set(dtypes) - _loaded:
-        active = cast(Kernels, blocks)
-        threading.Thread(target=warm_up, args=(missing,), name="maniple-kernels").start()
+    if not (missing := set(dtypes) - _loaded):
+        return
+    active = cast(Kernels, blocks)
+    loading = threading.Thread(target=warm_up, args=(missing,), name="maniple-kernels")
+    if size_bytes >= LARGE_BYTES:
+        loading.start()
+        return
+    # A daemon, since the end of the process need not wait for a thread that only sleeps.
+    timer = threading.Timer(SMALL_DELAY_S, loading.start)
+    timer.daemon = True
+    timer.start()
 
 
 def _call_all(kernels: Kernels, dtype: str) -> None:
