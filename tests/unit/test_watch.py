@@ -47,6 +47,13 @@ def opened(*written, value="loss"):
     return open_runs([one.folder.path for one in written], value)
 
 
+def test_run_that_is_named_twice_is_read_once(make, tmp_path):
+    one, two = make("one"), make("two", workers=2)
+    (tmp_path / "last").symlink_to("two")
+    runs = open_runs([one.folder.path, tmp_path / "last", two.folder.path], "loss")  # as the shell expands runs/*
+    assert [run.name for run in runs] == ["one", "two"]
+
+
 # The course of a value
 
 

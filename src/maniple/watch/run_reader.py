@@ -68,7 +68,11 @@ class Run:
 
 
 def open_runs(paths: list[Path], value: str) -> list[Run]:
-    """Read run folders, keeping many points of `value`. Names are as short as they can be and still differ."""
+    """Read run folders, keeping many points of `value`. Names are as short as they can be and still differ.
+
+    A folder that is given twice, as by `runs/*`, which includes the link `runs/last`, is read once.
+    """
+    paths = list({path.resolve(): path for path in paths}.values())
     names = _names(paths)
     return [_open(path, name, value) for path, name in zip(paths, names, strict=True)]
 
