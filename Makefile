@@ -52,7 +52,7 @@ bench: $(STAMP)  ## run all benchmarks; print tables and write JSON to benchmark
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/watch.py
 
-reproduce: $(STAMP)  ## measure the time to a target: one process, DDP, and rules on 2 workers (8 minutes)
+reproduce: $(STAMP)  ## measure the time to a target: one process, DDP, and rules on 2 workers (9 minutes)
 	$(BIN)/python benchmarks/reproduce
 
 pictures: $(STAMP)  ## regenerate the pictures of README and docs from real runs

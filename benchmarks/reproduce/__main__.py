@@ -1,7 +1,9 @@
 """Does it pay? Seconds and samples to a target for every rule, beside one process and DistributedDataParallel.
 
-    python benchmarks/reproduce              # the fast part: one seed, the main contestants, about 8 minutes
-    python benchmarks/reproduce --full       # tune every contestant by the same grid, then three seeds: about 2 hours
+    python benchmarks/reproduce              # the fast part: one seed, the main contestants as tuned before, 9 minutes
+    python benchmarks/reproduce --full       # tune every contestant by the same grid, then three seeds: 2.5 hours
+    python benchmarks/reproduce --places     # a slow worker, and a network of 1 Gbit/s between the workers: 30 minutes
+    python benchmarks/reproduce --lengths    # the final quality of shorter and longer runs: 40 minutes
     python benchmarks/reproduce --tables     # the tables of Platoon, Parallel-training and Synkhronos: 15 minutes
     python benchmarks/reproduce --report     # write docs/results.md and its pictures again
 
@@ -9,13 +11,16 @@ Every result is written to docs/results.json (the full part) or benchmarks/resul
 soon as it is measured; a run that was interrupted continues where it stopped. Each contestant has a separate process
 session, since Linux gives every session an equal share of the processors. Run it on an otherwise idle machine.
 
-The grid: the learning rate of the task times 1/2, 1 and 2, for workers each with the task's batch for every worker
-and with that batch divided among them; then, for rules with a period, 3 and 30 steps beside the default of 10 (for
-Downpour, 3 and 10 beside 1); then, for EASGD, alpha = 0.2 beside "auto". Each is chosen by the seconds to the target on
-seed 100, which no result uses. One process on all cores takes the settings of one on one core.
+The grid: the learning rate of the task times 1/2, 1 and 2; for workers also with the task's batch divided among them,
+times 1/2 and 1. Then, for rules with a period, 3 and 30 steps beside the default of 10 (for Downpour, 3 and 10 beside
+1); then, for EASGD, alpha = 0.2 beside "auto". Each is chosen on seed 100, which no result uses, by the samples to the
+target times the median time of a sample, since one run may meet a slow moment of the machine. One process on all cores
+takes the settings of one on one core. The rules that a newcomer would try are also measured untuned: with the learning
+rate and the batch of one process, and the rule's own defaults.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -26,19 +31,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grid_tables import OF_LENGTHS, TUNING_SEED
 from pool_batches import speed_ups
-from report import ALL_CORES, ALONE, DDP, TUNING_SEED, write_report
+from report import ALL_CORES, ALONE, DDP, write_report
 from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FULL, FAST = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "reproduce.json"
-LEARNING_RATES = (0.5, 1.0, 2.0)
+LEARNING_RATES, OF_DIVIDED_BATCHES = (0.5, 1.0, 2.0), (0.5, 1.0)
 DEADLINE_S = 600.0
+PLACES = ("unequal", "network")
+LENGTHS = {"digits": (3, 48), "images": (2, 32), "reviews": (4, 8), "characters": (2, 4)}  # epochs beside the usual
+LINK_MBIT, LINK_ROUND_TRIP_S = 1000, 0.0005  # an ordinary local network
 CORES = sorted(os.sched_getaffinity(0))
 # Rules with the periods that are tried, the default first; None: at each step, without a choice.
 PERIODS: dict[str, tuple[int, ...] | None] = {
@@ -53,6 +63,7 @@ PERIODS: dict[str, tuple[int, ...] | None] = {
 }
 CONTESTANTS = (ALONE, ALL_CORES, DDP, *PERIODS)
 MAIN = (ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd")
+UNTUNED = ("bsp", "localsgd", "easgd", "downpour")  # are measured with the settings of a newcomer too
 
 
 @dataclass(frozen=True)
@@ -76,14 +87,19 @@ class Case:
     seed: int
     data: str = ""
     epochs: int | None = None  # those of the task
+    place: str = ""  # "unequal": worker 1 takes twice as long for each step; "network": each worker is a machine
 
     @property
     def key(self) -> str:
         """The name of its result."""
         setting = ",".join(f"{name}={value}" for name, value in asdict(self.setting).items() if value is not None)
-        return (
-            f"{self.task}{f'({self.data})' if self.data else ''}/{self.contestant}/{self.workers}/{setting}/{self.seed}"
-        )
+        place = f"/{self.place}" if self.place else ""
+        return f"{self.group}/{self.contestant}/{self.workers}/{setting}/{self.seed}{place}"
+
+    @property
+    def group(self) -> str:
+        """The task and its data, whose contestants are compared with each other."""
+        return self.task + (f" ({Path(self.data).stem})" if self.data else "")
 
 
 class Results:
@@ -91,7 +107,9 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}, "chosen": {}}
+        self.runs: dict[str, Any] = known["runs"]
+        self.chosen: dict[str, Any] = known["chosen"]  # the settings of the tuned contestants of each task
 
     def add(self, case: Case, found: dict[str, Any]) -> None:
         """Store a result."""
@@ -103,54 +121,78 @@ class Results:
         machine = {"cores": len(CORES), "python": sys.version.split()[0], "load": os.getloadavg()[0]}
         self.path.parent.mkdir(exist_ok=True)
         beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps({"machine": machine, "runs": self.runs}, indent=0))
+        runs = ",\n".join(f"{json.dumps(key)}: {json.dumps(run)}" for key, run in self.runs.items())  # a line each
+        head = f'{{"machine": {json.dumps(machine)},\n"chosen": {json.dumps(self.chosen)},\n'
+        beside.write_text(f'{head}"runs": {{\n{runs}\n}}}}\n')
         beside.replace(self.path)
 
 
-def command_of(case: Case, out: Path, runs: Path) -> tuple[list[list[str]], list[dict[str, str]]]:
-    """The commands of a case, and the variables of each."""
+def command_of(
+    case: Case, out: Path, runs: Path, master: str = "127.0.0.1"
+) -> tuple[list[list[str]], list[dict[str, str]]]:
+    """The commands of a case, and the variables of each; `master` is the address of worker 0."""
     script = [str(HERE / "train.py"), case.task, "--seed", str(case.seed), "--lr", str(case.setting.lr)]
     script += ["--out", str(out)] + (["--data", case.data] if case.data else [])
     script += ["--epochs", str(case.epochs)] if case.epochs else []
     script += ["--split"] if case.setting.split else []
+    script += ["--slow", "2"] if case.place == "unequal" else []
     if case.contestant in {ALONE, ALL_CORES}:
         threads = len(CORES) if case.contestant == ALL_CORES else 1
         return [[sys.executable, *script, "--threads", str(threads)]], [{}]
-    if case.contestant == DDP:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.workers)}
-        command = [sys.executable, *script, "--way", "ddp"]
-        return [command] * case.workers, [shared | {"RANK": str(rank)} for rank in range(case.workers)]
     name, _, options = case.contestant.partition(":")
     options = ",".join(filter(None, [options, f"alpha={case.setting.alpha}" if case.setting.alpha else ""]))
-    rule = f"{name}:{options}" if options else name
-    command = [
-        str(Path(sys.executable).with_name("maniple")),
-        "run",
-        "--quiet",
-        "-n",
-        str(case.workers),
-        "--rule",
-        rule,
-    ]
-    command += ["--runs", str(runs), "--seed", str(case.seed)]
-    if case.setting.every is not None:
-        command += ["--every", str(case.setting.every)]
-    return [[*command, *script, "--way", "maniple"]], [{}]
+    rule, every = f"{name}:{options}" if options else name, case.setting.every
+    if case.contestant == DDP or case.place == "network":  # a process on each machine, as torchrun starts them
+        shared = {"MASTER_ADDR": master, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(case.workers)}
+        if case.place == "network":  # else gloo takes the address of this machine's name, which no other reaches
+            shared |= {"GLOO_SOCKET_IFNAME": "eth0"}
+        if case.contestant != DDP:
+            shared |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MANIPLE_RULE": rule, "MANIPLE_RUNS": str(runs)}
+            shared |= {"MANIPLE_PACE": f"every:{every}"} if every is not None else {}
+        command = [sys.executable, *script, "--way", "ddp" if case.contestant == DDP else "maniple"]
+        return [command] * case.workers, [shared | {"RANK": str(rank)} for rank in range(case.workers)]
+    maniple = [str(Path(sys.executable).with_name("maniple")), "run", "--quiet", "-n", str(case.workers)]
+    maniple += ["--rule", rule, "--runs", str(runs), "--seed", str(case.seed)]
+    maniple += ["--every", str(every)] if every is not None else []
+    return [[*maniple, *script, "--way", "maniple"]], [{}]
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def network_of(case: Case) -> Iterator[tuple[str, list[list[str]]]]:
+    """The address of worker 0, and what runs the command of each worker on its machine."""
+    if case.place != "network":
+        yield "127.0.0.1", [[]] * case.workers
+        return
+    sys.path.append(str(ROOT))
+    from tests.cluster.conftest import Network
+
+    network = Network()
+    try:
+        network.shape(rate_mbit=LINK_MBIT, round_trip_s=LINK_ROUND_TRIP_S)
+        yield network.address(1), [network.prefix(host) for host in range(1, case.workers + 1)]
+    finally:
+        network.close()
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Train once; return the curve, and the seconds and samples to the target (None if it was not reached)."""
-    with tempfile.TemporaryDirectory() as text:
+    with tempfile.TemporaryDirectory() as text, network_of(case) as (master, prefixes):
         folder = Path(text)
         out = folder / "curve.json"
-        commands, variables = command_of(case, out, folder / "runs")
+        commands, variables = command_of(case, out, folder / "runs", master)
         with (folder / "log").open("w") as log:
             processes = [
-                subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, start_new_session=True)
-                for command, own in zip(commands, variables, strict=True)
+                subprocess.Popen(
+                    [*prefix, *command], env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+                )
+                for prefix, command, own in zip(prefixes, commands, variables, strict=False)
             ]
         if len(processes) == len(CORES):  # bound to a core each, as `maniple run` binds its workers
             for process, core in zip(processes, CORES, strict=True):
@@ -210,34 +252,75 @@ class Runner:
         """The best setting of a contestant: learning rate first, then period, then alpha."""
 
         def best(settings: list[Setting]) -> Setting:
-            def cost(setting: Setting) -> tuple[float, float]:
-                found = self.run(replace(case, setting=setting, seed=TUNING_SEED))
+            tried = [self.run(replace(case, setting=setting, seed=TUNING_SEED)) for setting in settings]
+
+            def cost(found: dict[str, Any]) -> tuple[float, float]:
                 final = float("inf") if found["final"] is None else found["final"]
-                return (found["to_target_s"] or float("inf"), -final if found["metric"] == "accuracy" else final)
+                samples = found["to_target_samples"] or float("inf")
+                seconds = samples * self._seconds_per_sample(found)
+                return seconds, -final if found["metric"] == "accuracy" else final
 
-            return min(settings, key=cost)
+            return Setting(**min(tried, key=cost)["setting"])
 
-        splits = (None,) if case.workers == 1 else (None, True)
-        chosen = best([Setting(lr, split) for lr, split in itertools.product(LEARNING_RATES, splits)])
+        rates = [Setting(lr) for lr in LEARNING_RATES]
+        if case.workers > 1:
+            rates += [Setting(lr, split=True) for lr in OF_DIVIDED_BATCHES]
+        chosen = best(rates)
         if periods := PERIODS.get(case.contestant):
             chosen = best([chosen, *(replace(chosen, every=every) for every in periods[1:])])
         if case.contestant.startswith("easgd"):
             chosen = best([chosen, replace(chosen, alpha="0.2")])
         return chosen
 
+    def _seconds_per_sample(self, like: dict[str, Any]) -> float:
+        """The median over all learning rates: it does not depend on them, and one run may meet a slow moment."""
+
+        def kind(run: dict[str, Any]) -> list[Any]:
+            setting = run["setting"]
+            names = ("task", "data", "contestant", "workers", "place", "epochs")
+            return [*(run[name] for name in names), setting["split"], setting["every"]]
+
+        same = [run for run in self.results.runs.values() if run["task"] != "pool" and kind(run) == kind(like)]
+        return statistics.median([run["curve"][-1][0] / run["curve"][-1][1] for run in same if run["curve"]] or [1.0])
+
 
 def play(runner: Runner, options: argparse.Namespace) -> None:
     """Measure all cases; the seeds of all contestants of a task are interleaved."""
     for task in options.tasks:
         for data in data_of(task, options.data):
-            workers = options.workers
-            cases = [Case(task, name, 1 if name in {ALONE, ALL_CORES} else workers, Setting(), 0, data)
+            cases = [Case(task, name, 1 if name in {ALONE, ALL_CORES} else options.workers, Setting(), 0, data)
                      for name in options.contestants]  # fmt: skip
-            chosen = {case.contestant: runner.tuned(case) if options.full else Setting()
-                      for case in cases if case.contestant != ALL_CORES}  # fmt: skip
-            chosen[ALL_CORES] = chosen.get(ALONE, Setting())
-            for seed, case in itertools.product(range(options.seeds), cases):
-                runner.run(replace(case, setting=chosen[case.contestant], seed=seed))
+            chosen = runner.results.chosen.setdefault(cases[0].group, {})
+            if options.full:
+                for case in cases:
+                    if case.contestant != ALL_CORES:
+                        chosen[case.contestant] = asdict(runner.tuned(case))
+                chosen[ALL_CORES] = chosen[ALONE] if ALONE in chosen else asdict(Setting())
+                runner.results.save()
+            tuned = [replace(case, setting=Setting(**chosen.get(case.contestant, {}))) for case in cases]
+            untuned = [case for case in cases if case.contestant in UNTUNED] if options.full else []
+            measured = list(dict.fromkeys([*tuned, *untuned]))
+            for seed, case in itertools.product(range(options.seeds), measured):
+                runner.run(replace(case, seed=seed))
+
+
+def play_places(runner: Runner, places: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure a slow worker and a network, with the settings that were chosen on one machine and equal workers."""
+    tasks: list[str] = options.tasks
+    for place, seed, task in itertools.product(places, range(options.seeds), tasks):
+        chosen = runner.results.chosen.get(str(task), {})
+        for name in options.contestants:
+            if name not in {ALONE, ALL_CORES} and name in chosen:
+                runner.run(Case(str(task), name, 2, Setting(**chosen[name]), int(seed), place=str(place)))
+
+
+def play_lengths(runner: Runner, options: argparse.Namespace) -> None:
+    """Train for fewer and more epochs, with the settings that were chosen for the usual number."""
+    for seed, task in itertools.product(range(options.seeds), options.tasks):
+        chosen = runner.results.chosen.get(str(task), {})
+        for epochs, name in itertools.product(LENGTHS[task], OF_LENGTHS):
+            workers = 1 if name == ALONE else 2
+            runner.run(Case(task, name, workers, Setting(**chosen.get(name, {})), seed, epochs=epochs))
 
 
 def play_tables(runner: Runner, seeds: int) -> None:
@@ -266,29 +349,41 @@ def data_of(task: str, folder: Path | None) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="tune all contestants, and use three seeds")
+    parser.add_argument("--places", nargs="*", choices=PLACES, help="measure a slow worker and a network")
+    parser.add_argument("--lengths", action="store_true", help="measure shorter and longer runs")
     parser.add_argument("--tables", action="store_true", help="measure the tables of earlier systems")
     parser.add_argument("--report", action="store_true", help="only write docs/results.md again")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, help="all, or the main ones in the fast part")
     parser.add_argument("--workers", type=int, default=2, help="workers of rules and of DDP (2)")
-    parser.add_argument("--seeds", type=int, help="3, or 1 in the fast part")
+    parser.add_argument("--seeds", type=int, help="3, or 1 in the fast part; 0 only tunes")
     parser.add_argument("--data", type=Path, help="a folder with mnist.npz, cifar10.npz, imdb.npz ... to use instead")
     options = parser.parse_args()
-    options.contestants = options.contestants or list(CONTESTANTS if options.full else MAIN)
-    options.seeds = options.seeds or (3 if options.full or options.tables else 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the case that is being measured too
+    options.contestants = options.contestants or list(
+        CONTESTANTS if options.full or options.places is not None else MAIN
+    )
+    is_full = options.full or options.tables or options.lengths or options.report or options.places is not None
+    options.seeds = (3 if is_full else 1) if options.seeds is None else options.seeds
     if options.data is not None and not any(data_of(task, options.data) for task in options.tasks):
         names = ", ".join(f"{name}.npz" for task in options.tasks for name in FILES.get(task, ()))
         parser.error(f"--data {options.data} has none of the files {names or '(these tasks read no files)'}")
-    results = Results(FULL if options.full or options.tables or options.report else FAST)
+    results = Results(FULL if is_full else FAST)
+    if not is_full:
+        results.chosen = Results(FULL).chosen  # what the full part has chosen; no settings of this machine's own
     if not options.report:
         print(f"results: {results.path.relative_to(ROOT)}; {len(results.runs)} runs are known", flush=True)
         if options.workers > len(CORES):
             print(f"{options.workers} workers share {len(CORES)} cores: they cannot be faster than {len(CORES)}.")
         if options.tables:
             play_tables(Runner(results), options.seeds)
+        elif options.lengths:
+            play_lengths(Runner(results), options)
+        elif options.places is not None:
+            play_places(Runner(results), options.places or PLACES, options)
         else:
             play(Runner(results), options)
-    write_report(results.runs, to_docs=results.path == FULL)
+    write_report(results.runs, results.chosen, to_docs=is_full)
 
 
 if __name__ == "__main__":

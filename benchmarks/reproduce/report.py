@@ -3,19 +3,19 @@
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from earlier_tables import ALONE, earlier_tables
+from grid_tables import TUNING_SEED, Chosen, Run, learning_rates, lengths, periods
 from rich.console import Console
 from rich.table import Table
+from tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_CORES, DDP = "1 process, all cores", "DDP"
-TUNING_SEED = 100  # of the runs that choose the settings
+PEERS = {ALONE, ALL_CORES, DDP}
+RULES = ("bsp", "localsgd", "easgd", "asgd", "downpour", "msync:m=1", "easgd:sync=true", "downpour:sync=true")
 PAYS = 0.9  # of the better time of one process: less is a gain that the noise of a machine cannot explain
 COLOURS = ("#555555", "#999999", "#cc79a7", "#0072b2", "#009e73", "#e69f00", "#56b4e9", "#d55e00", "#8c564b", "#bcbd22")
-
-Run = dict[str, Any]
 
 
 class Row:
@@ -27,6 +27,8 @@ class Row:
         self.seconds = [run["to_target_s"] for run in runs]
         self.median_s = None if None in self.seconds else statistics.median(self.seconds)
         self.samples = [run["to_target_samples"] for run in runs if run["to_target_samples"] is not None]
+        ends = [run["curve"][-1] for run in runs if run["curve"]]
+        self.rate = statistics.median(samples / seconds for seconds, samples, _ in ends) if ends else 0.0
         self.finals = [run["final"] for run in runs if run["final"] is not None]  # None: it has diverged
 
     @property
@@ -37,17 +39,24 @@ class Row:
         return ", ".join(words)
 
 
-def rows_of(runs: Iterable[Run]) -> dict[str, dict[str, Row]]:
-    """All rows by task and contestant; the runs that chose the settings are left out."""
-    grouped: dict[str, dict[tuple[str, int, str], list[Run]]] = {}
+UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
+
+
+def rows_of(runs: Iterable[Run], chosen: Chosen | None = None, place: str = "") -> dict[str, dict[str, Row]]:
+    """All rows by task and contestant: those with the chosen settings, or untuned ones where nothing was chosen.
+
+    The runs that chose the settings are left out.
+    """
+    grouped: dict[str, dict[tuple[int, str], list[Run]]] = {}
     for run in runs:
-        if run["task"] != "pool" and run["seed"] != TUNING_SEED and not run.get("epochs"):
-            task = run["task"] + (f" ({Path(run['data']).stem})" if run["data"] else "")
-            key = run["contestant"], run["workers"], str(run["setting"])
-            grouped.setdefault(task, {}).setdefault(key, []).append(run)
+        if run["task"] == "pool" or run["seed"] == TUNING_SEED or run.get("epochs") or run.get("place", "") != place:
+            continue
+        task = run["task"] + (f" ({Path(run['data']).stem})" if run["data"] else "")
+        if run["setting"] == (chosen or {}).get(task, {}).get(run["contestant"], UNTUNED):
+            grouped.setdefault(task, {}).setdefault((run["workers"], run["contestant"]), []).append(run)
     return {
         task: {f"{name}, {workers} workers" if workers > 2 else name: Row(found)
-               for (name, workers, _), found in sorted(by_key.items(), key=lambda item: item[0][1] > 2)}
+               for (workers, name), found in sorted(by_key.items(), key=lambda item: item[0][0] > 2)}
         for task, by_key in grouped.items()
     }  # fmt: skip
 
@@ -89,10 +98,11 @@ def cells(row: Row, rows: dict[str, Row]) -> list[str]:
 
 INTRODUCTION = """# Does it pay?
 
-Time to the same quality, for every rule on 2 workers, one process, and DistributedDataParallel over gloo. This page is
-generated from `docs/results.json` by `python benchmarks/reproduce --report`. `make reproduce` measures the fast part on
-your machine, `python benchmarks/reproduce --full` all of it. The docstring of `benchmarks/reproduce/__main__.py` states
-the grid by which every contestant was tuned, `benchmarks/reproduce/tasks.py` describes the experiments.
+Time to the same quality, for every rule on 2 workers, one process, and DistributedDataParallel over gloo, on a machine
+with 2 cores. This page is generated from `docs/results.json` by `python benchmarks/reproduce --report`. On a machine of
+yours, `make reproduce` measures the fast part, `python benchmarks/reproduce --full` all of it. The docstring of
+`benchmarks/reproduce/__main__.py` states the grid by which every contestant was tuned, `benchmarks/reproduce/tasks.py`
+describes the experiments.
 
 *Seconds to target* are medians over the seeds, with the range. They count from the first step, without imports and
 evaluation. *Better one* is the faster of one process on one core and on all cores: below 1 the workers are faster.
@@ -101,54 +111,166 @@ evaluation. *Better one* is the faster of one process on one core and on all cor
 HEADINGS = (
     "contestant", "setting", "seconds to target", "/ 1 process", "/ better one", "/ DDP", "samples to target", "final",
 )  # fmt: skip
+SUMMARY = """Seconds to the target, divided by those of the faster single process (on one core or on all): below 1 the
+workers are faster. A star marks a final quality below that of every seed of one process; a dash, a target that was not
+reached with every seed.
+"""
+PLACES = {
+    "unequal": """## One worker is half as fast
+
+Worker 1 takes twice as long for each step. The settings are those that were chosen for equal workers. Workers of
+asynchronous rules divide the samples by their speed (`worker.sampler(data, balance=True)`), those of synchronous rules
+and of DDP equally. The two processes together have 1.5 times the speed of one.
+""",
+    "network": """## A network of 1 Gbit/s between the workers
+
+Each worker is a machine with an address, in a network namespace, with a round trip of 0.5 ms. The switch between them
+is a program that takes part of the same two cores: compare the contestants with each other, not with those above. The
+settings are those that were chosen on one machine.
+""",
+}
 
 
-def write_report(runs: dict[str, Run], *, to_docs: bool) -> None:
+def write_report(runs: dict[str, Run], chosen: Chosen, *, to_docs: bool) -> None:
     """Print the tables; with `to_docs` write docs/results.md and its pictures too."""
-    tasks, console = rows_of(runs.values()), Console(width=150)
+    tasks, console = rows_of(runs.values(), chosen), Console(width=150)
     for task, rows in tasks.items():
         first = next(iter(rows.values())).runs[0]
         table = Table(*HEADINGS, title=f"{task}: {first['metric']} {first['target']:g}", title_justify="left")
         for row in rows.values():
             table.add_row(*cells(row, rows))
         console.print(table)
-    tables = earlier_tables(runs)
-    if tables:
-        console.print("\n".join(tables), markup=False)
-    if to_docs and (tasks or tables):
-        (ROOT / "docs" / "results.md").write_text("\n".join([*_page(tasks), *tables]).rstrip() + "\n")
+    page = page_of(runs, chosen)
+    if to_docs:
+        (ROOT / "docs" / "results.md").write_text(page)
         for task, rows in tasks.items():
-            draw(rows, ROOT / "docs" / "pictures" / f"results-{_slug(task)}.svg")
+            draw(rows, ROOT / "docs" / "pictures" / f"results-{_slug(task)}.png")
         console.print("written: docs/results.md", style="dim")
 
 
-def _page(tasks: dict[str, dict[str, Row]]) -> list[str]:
+def page_of(runs: dict[str, Run], chosen: Chosen) -> str:
     """docs/results.md. The cases that do not pay come first."""
-    lines = [INTRODUCTION, "## Where it does not pay", "", *_losses(tasks), ""]
-    for task, rows in tasks.items():
+    tuned, untuned = rows_of(runs.values(), chosen), rows_of(runs.values())
+    for task, rows in untuned.items():  # the single processes and DDP are tuned, to be beaten honestly
+        of_task = tuned.get(task, {})  # in the same order
+        peers = {name: row for name, row in of_task.items() if name in PEERS}
+        rules = {name: rows[name] for name in [*of_task, *rows] if name in rows and name not in PEERS}
+        untuned[task] = peers | rules
+    lines = [INTRODUCTION]
+    if missing := [task for task in TASKS if task not in tuned]:
+        lines += [f"Tasks that were not measured: {', '.join(missing)}.", ""]
+    if missing := [f"`{rule}`" for rule in RULES if not any(rule in rows for rows in tuned.values())]:
+        lines += [f"Rules that were not measured: {', '.join(missing)}.", ""]
+    lines += ["## Where it does not pay", "", "Tuned by the grid:", "", *_losses(tuned), ""]
+    lines += ["Untuned, with the learning rate and the batch of one process:", "", *_losses(untuned), ""]
+    lines += ["## In short", "", SUMMARY, "Every contestant tuned by the same grid:", "", *_summary(tuned), ""]
+    lines += default_lines(tuned)
+    lines += [
+        "Rules untuned: `maniple run -n 2 --rule RULE` with the learning rate and the batch of one process, and the "
+        "rule's own defaults. One process and DDP are tuned.", "", *_summary(untuned), "",
+    ]  # fmt: skip
+    for task, rows in tuned.items():
         first = next(iter(rows.values())).runs[0]
         sign = "at least" if first["metric"] == "accuracy" else "at most"
         target = f"{first['target']:.1%}" if first["metric"] == "accuracy" else f"{first['target']:g}"
-        lines += [f"## {task}", "", f"Target: {first['metric']} of the test set {sign} {target}.", ""]
-        lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-        lines += ["| " + " | ".join(cells(row, rows)) + " |" for row in rows.values()]
-        lines += ["", f"![learning curves of {task}](pictures/results-{_slug(task)}.svg)", ""]
+        lines += [f"## {task}", "", f"Target: {first['metric']} of the test set {sign} {target}.", "", *_table(rows)]
+        lines += ["", f"![learning curves of {task}](pictures/results-{_slug(task)}.png)", ""]
+        if rules := {name: row for name, row in untuned.get(task, {}).items() if name not in PEERS}:
+            lines += ["Untuned:", "", *_table(rules, untuned[task]), ""]
+    for place, text in PLACES.items():
+        if found := rows_of(runs.values(), chosen, place):
+            lines += [text]
+            for task, rows in found.items():
+                peers = {name: row for name, row in tuned.get(task, {}).items() if name in {ALONE, ALL_CORES}}
+                lines += [f"**{task}**", "", *_table(rows, peers | rows), ""]
+    lines += learning_rates(runs.values()) + periods(runs.values(), chosen) + lengths(runs.values(), chosen)
+    return "\n".join([*lines, *earlier_tables(runs)]).rstrip() + "\n"
+
+
+def _table(rows: dict[str, Row], all_rows: dict[str, Row] | None = None) -> list[str]:
+    """The rows as Markdown, compared with the single processes and DDP among `all_rows`."""
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    return lines + ["| " + " | ".join(cells(row, all_rows or rows)) + " |" for row in rows.values()]
+
+
+def _summary(tasks: dict[str, dict[str, Row]]) -> list[str]:
+    """A line for each contestant, a column for each task."""
+    names = dict.fromkeys(name for rows in tasks.values() for name in rows)
+    lines = [f"| contestant | {' | '.join(tasks)} |", "|" + "---|" * (len(tasks) + 1)]
+    for name in names:
+        cells_of = [_summary_cell(rows.get(name), rows) for rows in tasks.values()]
+        lines.append(f"| {name} | {' | '.join(cells_of)} |")
     return lines
+
+
+def _summary_cell(row: Row | None, rows: dict[str, Row]) -> str:
+    if row is None:
+        return ""
+    share = ratio(row, baseline_s(rows))
+    return "-" if share is None else f"{share:.2f}{'*' if is_worse(row, rows) else ''}"
+
+
+def is_worse(row: Row, rows: dict[str, Row]) -> bool:
+    """Whether the median quality at the end is below that of every seed of one process."""
+    alone = rows.get(ALONE) or rows.get(ALL_CORES)
+    if alone is None or not alone.finals or not row.finals:
+        return False
+    final = statistics.median(row.finals)
+    return final < min(alone.finals) if row.runs[0]["metric"] == "accuracy" else final > max(alone.finals)
 
 
 def _losses(tasks: dict[str, dict[str, Row]]) -> list[str]:
     lines: list[str] = []
     for task, rows in tasks.items():
         base = baseline_s(rows)
-        for row in rows.values():
-            if row.name in {ALONE, ALL_CORES, DDP}:
-                continue
+        for name, row in rows.items():
             share = ratio(row, base)
+            if name in PEERS:
+                continue
             if share is None:
-                lines.append(f"- **{task}, {row.name}**: the target was not reached with every seed.")
+                lines.append(f"- **{task}, {name}**: the target was not reached with every seed.")
             elif share > PAYS:
-                lines.append(f"- **{task}, {row.name}**: {share:.2f} of the time of the better single process.")
+                lines.append(f"- **{task}, {name}**: {share:.2f} of the time of the better single process.")
     return lines or ["Every rule was faster than one process in every task."]
+
+
+DEFAULT_TEXT = """The default on one machine, `bsp`, with the settings of this table. *Time* to the target follows
+from *speed*, samples per second, and from *samples* to the target. The limit of the speed is that of processes that do
+not wait for each other, each as fast as one alone.
+
+| task | time / all cores | / DDP | speed / all cores | / limit | samples / 1 process | final | of 1 process |
+|---|---|---|---|---|---|---|---|"""
+REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *digits*: the speed, because
+a step takes half a millisecond, and a barrier of two processes nearly as long. *images* and *reviews*: the hardware,
+because torch's two threads make one process 1.4 to 1.5 times as fast, so that even workers without any cost would need
+0.7 of its time; and the samples, because a step of `bsp` has twice the batch. *characters*: the batch is divided, and a
+step on half of it takes more than half of the time.
+"""
+DEFAULT = "bsp"  # of workers on one machine, see `Job.with_default_rule`
+
+
+def default_lines(tuned: dict[str, dict[str, Row]]) -> list[str]:
+    """The default rule against one process with as many threads and against DDP, and where the difference is from."""
+    lines: list[str] = []
+    for task, rows in tuned.items():
+        if {DEFAULT, ALONE, ALL_CORES} <= rows.keys():
+            row, alone, all_cores = rows[DEFAULT], rows[ALONE], rows[ALL_CORES]
+            numbers = [
+                ratio(row, all_cores.median_s),
+                ratio(row, rows[DDP].median_s if DDP in rows else None),
+                row.rate / all_cores.rate,
+                row.rate / (row.workers * alone.rate),
+                _median(row.samples) / _median(alone.samples) if row.samples and alone.samples else None,
+            ]
+            finals = [cells(one, rows)[-1] for one in (row, alone)]
+            lines.append(f"| {task} | {' | '.join([*map(_number, numbers), *finals])} |")
+    if not lines:
+        return []
+    return [DEFAULT_TEXT, *lines, "", REASONS]
+
+
+def _median(values: list[int]) -> float:
+    return float(statistics.median(values))
 
 
 def draw(rows: dict[str, Row], path: Path) -> None:
@@ -159,14 +281,15 @@ def draw(rows: dict[str, Row], path: Path) -> None:
     import numpy as np
     from matplotlib import pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = "maniple"  # equal pictures from equal results
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     first = next(iter(rows.values())).runs[0]
     for row, colour in zip((row for row in rows.values() if len(row.finals) == len(row.runs)), COLOURS, strict=False):
-        end = min(run["curve"][-1][0] for run in row.runs)
-        times = np.linspace(0, end, 200)
-        values = [np.interp(times, *np.array([(t, v) for t, _, v in run["curve"]]).T) for run in row.runs]
-        is_main = row.name in {ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd"}
+        # Medians at equal numbers of samples, since the runs of one contestant differ in speed.
+        curves = [np.array(run["curve"]).T for run in row.runs]
+        counts = np.linspace(0, min(samples[-1] for _, samples, _ in curves), 200)
+        times = np.median([np.interp(counts, samples, seconds) for seconds, samples, _ in curves], 0)
+        values = [np.interp(counts, samples, reached) for _, samples, reached in curves]
+        is_main = row.name in PEERS | {"bsp", "localsgd", "easgd"}
         axes.plot(times, np.median(values, 0), color=colour, label=row.name, lw=1.8 if is_main else 0.9)
         if len(values) > 1 and is_main:
             axes.fill_between(times, np.min(values, 0), np.max(values, 0), color=colour, alpha=0.12, lw=0)
@@ -181,7 +304,7 @@ def draw(rows: dict[str, Row], path: Path) -> None:
     axes.set_ylabel(f"{first['metric']} of the test set")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

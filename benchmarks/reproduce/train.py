@@ -4,14 +4,16 @@
     maniple run -n 2 --rule easgd train.py digits --way maniple --out curve.json
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python train.py digits --way ddp --out curve.json
 
-Copies of the parameters are kept twice a second while the model trains, the center's where there is one, and are
-evaluated afterwards: evaluation takes no time from the training, and all contestants are treated alike. The clock
-starts when all workers are ready, so imports and compilation are not counted.
+The learning rate decreases linearly to zero over the samples of the run, as is usual. Copies of the parameters are kept
+four times a second while the model trains, the center's where there is one, and are evaluated afterwards: evaluation
+takes no time from the training, and all contestants are treated alike. The clock starts when all workers are ready, so
+imports and compilation are not counted.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -22,14 +24,16 @@ import numpy as np
 import torch
 from tasks import TASKS, TIMED, Task
 
+MOST_COPIES = 32  # that are evaluated; of a longer run, every second or third one
+
 
 class Plain:
     """One process, without any library."""
 
     rank, world = 0, 1
 
-    def __init__(self, task: Task, seed: int) -> None:
-        self._task, self._seed, self.batch = task, seed, task.batch
+    def __init__(self, task: Task, seed: int, *, balance: bool = False) -> None:
+        self._task, self._seed, self._balance, self.batch = task, seed, balance, task.batch
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         """Return the model to train."""
@@ -53,8 +57,8 @@ class Plain:
 class Ddp(Plain):
     """torch's DistributedDataParallel over gloo."""
 
-    def __init__(self, task: Task, seed: int) -> None:
-        super().__init__(task, seed)
+    def __init__(self, task: Task, seed: int, *, balance: bool = False) -> None:
+        super().__init__(task, seed, balance=balance)
         torch.distributed.init_process_group("gloo")
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -69,10 +73,10 @@ class Ddp(Plain):
 class Maniple(Plain):
     """The rule and the pace are set on the command line of `maniple run`."""
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: Task, seed: int, *, balance: bool = False) -> None:
         import maniple
 
-        super().__init__(task, seed)
+        super().__init__(task, seed, balance=balance)
         self._worker = maniple.join()
         self.rank, self.world = self._worker.rank, self._worker.world
 
@@ -81,7 +85,8 @@ class Maniple(Plain):
 
         self._replica = self._worker.share(model, optimizer)
         warm_up(["float32"])  # else the compiled kernels are loaded during the first second of training
-        self._sampler = self._worker.sampler(self._task.x)
+        # With balance, a slow worker takes fewer samples; workers of a synchronous rule have equal shares anyway.
+        self._sampler = self._worker.sampler(self._task.x, balance=self._balance)
         return model
 
     def barrier(self) -> None:
@@ -98,8 +103,11 @@ class Maniple(Plain):
 WAYS = {"plain": Plain, "ddp": Ddp, "maniple": Maniple}
 
 
-def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float) -> dict[str, Any]:
-    """Train, and return the learning curve: seconds, samples of all workers, and the metric of the test set."""
+def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pause: float = 0) -> dict[str, Any]:
+    """Train, and return the learning curve: seconds, samples of all workers, and the metric of the test set.
+
+    With `pause`, this process sleeps after each step for that multiple of the step's time: it is a slower machine.
+    """
     model = task.build()
     optimizer = task.optimizer(model, lr)
     trained = way.prepare(model, optimizer)
@@ -117,20 +125,32 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float) -> 
 
     way.barrier()
     cpu_s, start = time.process_time(), time.perf_counter()
+    share = len(task.x) / way.world  # of an epoch
     for epoch in range(epochs):
+        of_epoch = 0
         for index in way.batches(epoch):
-            if time.perf_counter() - start >= due_s:
+            begin = time.perf_counter()
+            if begin - start >= due_s:
                 keep()
                 due_s = time.perf_counter() - start + interval_s
+            for group in optimizer.param_groups:
+                group["lr"] = lr * max(0.0, 1 - (epoch + min(1.0, of_epoch / share)) / epochs)
             optimizer.zero_grad()
             task.loss(trained, task.x[index], task.y[index]).backward()
             optimizer.step()
-            samples += len(index)
+            samples, of_epoch = samples + len(index), of_epoch + len(index)
+            if pause:
+                time.sleep(pause * (time.perf_counter() - begin))
     own_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
     way.barrier()
     keep()
     curve: list[tuple[float, int, float]] = []
-    for seconds, count, state in copies:
+    if way.rank == 0:  # the others have finished
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        torch.set_num_threads(os.cpu_count() or 1)
+    stride = math.ceil(len(copies) / MOST_COPIES) or 1
+    for seconds, count, state in [*copies[:-1:stride], *copies[-1:]]:
         model.load_state_dict(state)
         curve.append((round(seconds, 3), count, round(task.evaluate(model), 5)))
     return {"curve": curve, "seconds": own_s, "cpu_s": cpu_s, "world": way.world}
@@ -145,17 +165,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, help="passes over the data (those of the task)")
     parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between two copies of the parameters")
+    parser.add_argument("--slow", type=float, default=1.0, help="worker 1 takes this many times as long for a step (1)")
+    parser.add_argument("--interval", type=float, default=0.25, help="seconds between two copies of the parameters")
     parser.add_argument("--data", type=Path, help="a file that replaces generated data")
     parser.add_argument("--out", type=Path, help="the file for the curve (standard output)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     task = (TASKS | TIMED)[args.task](args.data)
-    way = WAYS[args.way](task, args.seed)
+    way = WAYS[args.way](task, args.seed, balance=args.slow > 1)
     if args.split:
         way.batch = max(1, task.batch // way.world)
     torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant
-    found = train(task, way, args.lr * task.lr, task.epochs if args.epochs is None else args.epochs, args.interval)
+    epochs = task.epochs if args.epochs is None else args.epochs
+    pause = args.slow - 1 if way.rank == 1 else 0
+    found = train(task, way, args.lr * task.lr, epochs, args.interval, pause)
     found |= {"metric": task.metric, "target": task.target}
     if way.rank == 0:
         text = json.dumps(found)

@@ -57,12 +57,15 @@ class Network:
         """Undo `cut`."""
         self._order("heal", host)
 
+    def prefix(self, host: int) -> list[str]:
+        """What to write before a command that is to run on a host. The process id is the command's."""
+        return ["nsenter", f"--net=/run/netns/{switch.namespace(self._name, host)}"]
+
     def start(self, host: int, *command: str, folder: Path, output: Path) -> subprocess.Popen[str]:
         """Run a command on a host."""
-        path = f"/run/netns/{switch.namespace(self._name, host)}"
         with output.open("w") as file:
-            process = subprocess.Popen(  # nsenter becomes the command: the process id is the command's
-                ["nsenter", f"--net={path}", *command],
+            process = subprocess.Popen(
+                [*self.prefix(host), *command],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

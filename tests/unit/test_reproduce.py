@@ -38,29 +38,126 @@ def test_loss_is_reached_from_above_and_may_not_be_reached(reproduce):
     assert 1.0 < reproduce.time_to_target(curve, "loss", 1.5)["to_target_s"] < 2.0
 
 
-def run_of(contestant: str, seconds: float | None, seed: int = 0) -> dict:
+UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
+
+
+def run_of(contestant: str, seconds: float | None, seed: int = 0, setting: dict | None = None) -> dict:
     curve = [[0.0, 0, 0.1], [10.0, 100, 0.95]]
     return {
-        "task": "digits", "contestant": contestant, "workers": 2, "setting": {"lr": 1.0}, "seed": seed, "data": "",
-        "curve": curve, "metric": "accuracy", "target": 0.9, "to_target_s": seconds, "to_target_samples": 90,
-        "final": 0.95,
+        "task": "digits", "contestant": contestant, "workers": 2, "setting": setting or UNTUNED, "seed": seed,
+        "data": "", "place": "", "curve": curve, "metric": "accuracy", "target": 0.9, "to_target_s": seconds,
+        "to_target_samples": 90, "final": 0.95,
     }  # fmt: skip
 
 
 def test_cases_that_do_not_pay_come_first_on_the_page(reproduce):
+    import grid_tables as grid  # pyright: ignore[reportMissingImports]
     import report  # pyright: ignore[reportMissingImports]
 
     runs = [run_of("1 process", 10.0, seed) for seed in range(3)]
     runs += [run_of("1 process, all cores", 8.0), run_of("DDP", 6.0), run_of("bsp", 4.0)]
-    runs += [run_of("easgd", 7.6), run_of("asgd", None), run_of("bsp", 99.0, seed=report.TUNING_SEED)]
-    tasks = report.rows_of(runs)
-    page = "\n".join(report._page(tasks))
-    losses = page[page.index("does not pay") : page.index("## digits")]
+    runs += [run_of("easgd", 7.6), run_of("asgd", None), run_of("bsp", 99.0, seed=grid.TUNING_SEED)]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
+    losses = page[page.index("does not pay") : page.index("## In short")]
     assert "digits, easgd**: 0.95" in losses  # against the better single process
     assert "digits, asgd**: the target was not reached" in losses
     assert "bsp" not in losses
     assert "| bsp | lr x 1 | 4.0 | 0.40 | 0.50 | 0.67 |" in page
-    assert len(tasks["digits"]["1 process"].runs) == 3
+    assert len(report.rows_of(runs)["digits"]["1 process"].runs) == 3
+    assert "Tasks that were not measured: images" in page
+    assert "Rules that were not measured: `localsgd`, `downpour`" in page
+    assert tuple(reproduce.PERIODS) == report.RULES
+
+
+def test_tuned_and_untuned_runs_of_a_rule_are_in_different_tables(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    doubled = UNTUNED | {"lr": 2.0}
+    runs = [run_of("1 process", 10.0), run_of("bsp", 8.0), run_of("bsp", 5.0, setting=doubled)]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {"digits": {"bsp": doubled}})
+    tuned, untuned = page[page.index("Every contestant tuned") :].split("Rules untuned", 1)
+    assert "| bsp | 0.50 |" in tuned
+    assert "| bsp | 0.80 |" in untuned[: untuned.index("## digits")]
+    assert "| bsp | lr x 2 | 5.0 |" in untuned and "| bsp | lr x 1 | 8.0 |" in untuned
+
+
+def test_learning_rates_and_batches_are_compared_by_the_samples_to_the_target(reproduce):
+    import grid_tables as grid  # pyright: ignore[reportMissingImports]
+
+    def tried(contestant: str, lr: float, samples: int | None, *, split: bool | None = None) -> dict:
+        setting = UNTUNED | {"lr": lr, "split": split}
+        return run_of(contestant, 1.0, grid.TUNING_SEED, setting) | {"to_target_samples": samples}
+
+    runs = [tried("1 process", 0.5, 200), tried("1 process", 1.0, 100), tried("bsp", 1.0, 150), tried("bsp", 2.0, 110)]
+    runs += [tried("bsp", 0.5, None), tried("bsp", 1.0, 105, split=True)]
+    runs += [run_of("bsp", 5.0), tried("bsp", 1.0, 1) | {"setting": UNTUNED | {"every": 3}}]
+    page = "\n".join(grid.learning_rates(runs))
+    assert "| 1 process | 2.00 | 1.00 |  |  |  |" in page
+    assert "| bsp | - | 1.50 | 1.10 |  | 1.05 |" in page
+
+
+def test_periods_are_compared_at_the_chosen_learning_rate(reproduce):
+    import grid_tables as grid  # pyright: ignore[reportMissingImports]
+
+    best = UNTUNED | {"lr": 2.0, "every": 30}
+    tried = [(UNTUNED, 9.0), (UNTUNED | {"lr": 2.0}, 8.0), (UNTUNED | {"lr": 2.0, "every": 3}, None), (best, 4.0)]
+    tried += [(best | {"alpha": "0.2"}, 5.0)]
+    runs = [run_of("easgd", seconds, grid.TUNING_SEED, setting) for setting, seconds in tried]
+    page = "\n".join(grid.periods(runs, {"digits": {"easgd": best}}))
+    assert "| digits | easgd | - |  | 0.50 | 1.25 |" in page
+
+
+def test_final_quality_is_shown_against_the_length_of_the_run(reproduce):
+    import grid_tables as grid  # pyright: ignore[reportMissingImports]
+
+    def ended(contestant: str, final: float, epochs: int | None = None) -> dict:
+        return run_of(contestant, 5.0) | {"epochs": epochs, "final": final}
+
+    runs = [ended("1 process", 0.95), ended("easgd", 0.93), ended("1 process", 0.9, 3), ended("easgd", 0.7, 3)]
+    runs += [ended("easgd", 0.1) | {"setting": UNTUNED | {"lr": 2.0}}, ended("easgd", 0.96, 48), ended("DDP", 0.1, 3)]
+    page = "\n".join(grid.lengths(runs, {"digits": {"1 process": UNTUNED, "easgd": UNTUNED}}))
+    three, usual, long = page.splitlines()[-3:]
+    assert three == "| digits | 3 | 90.0% |  | 70.0% |"
+    assert usual == "| digits | **12** | 95.0% |  | 93.0% |"
+    assert long == "| digits | 48 |  |  | 96.0% |"
+
+
+def test_default_rule_is_compared_with_all_cores_and_ddp_and_the_difference_explained(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    fast = {"curve": [[0.0, 0, 0.1], [4.0, 100, 0.95]], "to_target_samples": 99}
+    runs = [run_of("1 process", 10.0), run_of("1 process, all cores", 8.0), run_of("DDP", 6.0)]
+    page = report.page_of({str(i): run for i, run in enumerate([*runs, run_of("bsp", 3.0) | fast])}, {})
+    # 100 samples in 4 s instead of 10: 2.5 times the speed, 1.25 times that of two processes; 99 samples instead of 90.
+    assert "| digits | 0.38 | 0.50 | 2.50 | 1.25 | 1.10 | 95.0% | 95.0% |" in page
+
+
+def test_results_are_complete_after_each_run_and_read_again(reproduce, tmp_path):
+    path = tmp_path / "made" / "results.json"
+    results = reproduce.Results(path)
+    for seed in (0, 1):
+        case = reproduce.Case("digits", "bsp", 2, reproduce.Setting(lr=2.0), seed)
+        results.add(case, {"curve": [[0.0, 0, 0.1]], "final": 0.1})
+        again = reproduce.Results(path)
+        assert again.runs == results.runs and len(again.runs) == seed + 1
+
+
+def test_quality_below_that_of_every_seed_of_one_process_is_marked(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    runs = [run_of("1 process", 10.0, seed) | {"final": 0.95 + seed / 100} for seed in range(3)]
+    runs += [run_of("bsp", 5.0) | {"final": 0.955}, run_of("easgd", 5.0) | {"final": 0.949}]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
+    assert "| bsp | 0.50 |" in page and "| easgd | 0.50* |" in page
+
+
+def test_slow_workers_and_networks_have_tables_of_their_own(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    runs = [run_of("1 process", 10.0), run_of("bsp", 5.0), run_of("bsp", 9.0) | {"place": "unequal"}]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
+    assert "| bsp | lr x 1 | 9.0 | 0.90 |" in page[page.index("half as fast") :]
+    assert "network" not in page
 
 
 def test_pictures_show_every_task(reproduce, tmp_path):
@@ -68,8 +165,8 @@ def test_pictures_show_every_task(reproduce, tmp_path):
     import report  # pyright: ignore[reportMissingImports]
 
     rows = report.rows_of([run_of("1 process", 10.0, seed) for seed in range(2)])["digits"]
-    report.draw(rows, tmp_path / "curves.svg")
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
+    report.draw(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("contestant", ["1 process", "DDP", "easgd:sync=true"])
@@ -82,6 +179,14 @@ def test_commands_say_what_a_case_is(reproduce, contestant, tmp_path):
     assert "--lr 2.0" in words and "--seed 5" in words
     if contestant.startswith("easgd"):
         assert "--rule easgd:sync=true,alpha=0.2" in words and "--every 3" in words
+
+
+def test_workers_on_machines_of_their_own_get_the_rule_by_variables(reproduce, tmp_path):
+    case = reproduce.Case("digits", "easgd", 2, reproduce.Setting(every=3), 5, place="network")
+    commands, variables = reproduce.command_of(case, tmp_path / "out", tmp_path, "10.78.0.1")
+    assert len(commands) == 2 and [own["RANK"] for own in variables] == ["0", "1"]
+    assert variables[1]["MANIPLE_RULE"] == "easgd" and variables[1]["MANIPLE_PACE"] == "every:3"
+    assert variables[1]["MASTER_ADDR"] == "10.78.0.1"
 
 
 def test_tables_of_earlier_systems_have_their_numbers_beside_ours(reproduce):
@@ -107,4 +212,4 @@ def test_contestant_that_diverges_is_said_to_and_ends_nothing(reproduce, tmp_pat
     diverged = run_of("easgd", None) | {"curve": [], "final": None}
     rows = report.rows_of([run_of("1 process", 10.0), diverged])["digits"]
     assert report.cells(rows["easgd"], rows)[2] == "diverged"
-    report.draw(rows, tmp_path / "curves.svg")
+    report.draw(rows, tmp_path / "curves.png")
