@@ -7,9 +7,9 @@ import shlex
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from maniple.environment import THREAD_VARIABLES
 from maniple.errors import InvalidArgument, require_printable
@@ -203,6 +203,20 @@ class Job(RunSettings):
             "listen": str(self.listen.address) if self.listen else None,
             "seed": self.effective_seed,
         }
+
+    def with_default_rule(self) -> Self:
+        """This job with the rule of scripts that name none: bsp if all workers are on this machine and alike.
+
+        docs/choose.md has the reasons. With a pace, workers exchange values, which bsp does not. Resumed runs keep it.
+        """
+        starts_workers = self.script is not None or self.external is not None
+        if self.default_rule or self.rule or not starts_workers:
+            return self
+        listens = self.listen is not None and not (self.external and self.listen.address.is_loopback)
+        is_remote = listens or bool(self.hosts) or self.ray is not None
+        are_unequal = len({device.partition(":")[0] for device in self.devices}) > 1
+        needs_center = self.pace is not None or self.wire == "int8"
+        return replace(self, default_rule="easgd" if is_remote or are_unequal or needs_center else "bsp")
 
     @property
     def command(self) -> list[str]:

@@ -23,7 +23,8 @@ _SCALES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt
 def scaled(lr: float, *, workers: int, by: str = "linear") -> float:
     """The rate for `workers` times as large a batch: `lr * workers`, `lr * sqrt(workers)`, or `lr` for "none".
 
-    Linear scaling (Goyal et al. 2017) is for synchronous rules, with a warm-up; asynchronous ones keep the rate of one.
+    Linear scaling (Goyal et al. 2017) is for rules that average, such as BSP, LocalSGD and EASGD, if each worker has
+    the batch of one process. Downpour adds the workers' changes, and keeps the rate of one (docs/choose.md).
     """
     if by not in _SCALES:
         raise InvalidArgument(

@@ -5,11 +5,13 @@ import pty
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.conftest import require
 from tests.waiting import PATIENCE_S
 
 from .conftest import MANIPLE
@@ -358,3 +360,46 @@ def test_an_option_of_maniple_that_follows_the_script_is_pointed_out(run):
     assert done.log(0).strip() == "['-n', '2', '--seed', '3']"
     hints = [line for line in done.output.splitlines() if "comes after the script" in line]
     assert len(hints) == 1 and "-n" in hints[0] and "--seed" not in hints[0]
+
+
+DEFAULT_RULE = """
+    import sys
+    import numpy as np, torch
+    import maniple
+
+    worker, sampler = maniple.join(), None
+    if sys.argv[1] == "torch":
+        sampler = worker.sampler(40)  # before a model is shared
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker.share(model, optimizer)
+        print(type(sampler).__name__)
+        for batch in sampler.batches(5):
+            optimizer.zero_grad()
+            model(torch.ones(len(batch), 2)).sum().backward()
+            optimizer.step()
+    else:
+        params = {"w": np.zeros(3)}
+        worker.share(params).step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rule", "said"),
+    [
+        ("torch", (), "BSP(", "rule: bsp by default, since all workers are on this machine"),
+        ("torch", ("--every", "2"), "EASGD(", "rule: easgd by default"),
+        ("torch", ("--rule", "localsgd"), "LocalSGD(", ""),
+        ("numpy", (), "EASGD(", "rule: easgd by default"),  # its gradients are not known
+    ],
+)
+def test_default_rule_follows_from_the_model_and_the_options_and_is_explained(run, kind, options, rule, said):
+    require("torch", find_spec("torch") is not None, "the script shares a torch model")
+    done = run(DEFAULT_RULE, "-n", "2", *options, args=(kind,))
+    assert done.process.returncode == 0, done.output
+    rows = [row for rank in (0, 1) for row in done.events(rank, "share")]
+    assert [row["rule"].startswith(rule) for row in rows] == [True, True]
+    assert [row["by_default"] for row in rows] == [bool(said)] * 2
+    assert said in done.output and done.output.count("by default") == bool(said)
+    if kind == "torch":  # a sampler that was made before suits the rule too
+        assert done.log(0).count("Shard") == (rule != "EASGD(")

@@ -37,12 +37,12 @@ def test_two_workers_of_the_readmes_script_divide_the_work_and_learn_as_much_as_
 
     (alone,), (reached,), _ = steps_and_accuracies("python", "train.py")
     steps, accuracies, printed = steps_and_accuracies("maniple", "run", "-n", "2", "train.py")
-    assert alone == 15 * 20_000 / 32
+    assert alone == 15 * 313  # batches of 64 of 20,000 samples
     assert len(steps) == 2 and min(steps) > 0, printed  # nobody comes too late to take part
     assert "300,000 samples in" in printed  # each sample once per epoch, over both: as many as alone
-    assert reached > 93  # 95.5; guessing gives 50
-    assert min(accuracies) > reached - 2, printed  # 94.9 to 95.5, by which worker exchanges when
-    assert max(accuracies) - min(accuracies) < 1.5, printed  # both validate the shared model, not their own
+    assert reached > 94  # 97.1; guessing gives 50
+    assert min(accuracies) > reached - 1, printed
+    assert len(set(accuracies)) == 1, printed  # both have the same model
     model = train.partition("worker = ")[0]
     (tmp_path / "load.py").write_text(
         f"{model}\nbefore = model[0].weight.clone()\n{load}\nassert (model[0].weight != before).any()"

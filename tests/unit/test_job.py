@@ -1,5 +1,6 @@
 """The job: each worker's arguments, device, cores and thread variables."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -10,10 +11,12 @@ from maniple.cli import cli
 from maniple.cli.make_job import job_from
 from maniple.environment import THREAD_VARIABLES
 from maniple.errors import InvalidArgument
-from maniple.job import Job, thread_variables
+from maniple.host.listener import Listen
+from maniple.job import ExternalWorkers, Job, thread_variables
 from maniple.launch.resume import with_saved_settings
 from maniple.memory.segment import MAX_WORKERS
 from maniple.settings.options import Limits
+from maniple.wire.address import Address
 
 
 def job(**options) -> Job:
@@ -124,6 +127,7 @@ def test_the_requested_settings_are_recorded():
         "workers": 2,
         "launcher": "maniple",
         "rule": "easgd",
+        "default_rule": None,
         "pace": "every:5",
         "devices": ["cpu"],
         "hosts": [],
@@ -266,3 +270,29 @@ def test_the_script_of_another_users_run_is_not_started_unless_it_is_named(tmp_p
     with pytest.raises(InvalidArgument, match="belongs to another user"):
         resumed(tmp_path)
     assert resumed(tmp_path, "train.py").script == Path("train.py")
+
+
+TORCHRUN = ExternalWorkers("torchrun", 2, tie=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "bsp"),
+        ({"devices": ("cpu", "cpu")}, "bsp"),
+        ({"wire": "bfloat16"}, "bsp"),
+        ({"rule": "easgd"}, None),  # named
+        ({"pace": "every:10"}, "easgd"),  # values are exchanged, which bsp does not do
+        ({"wire": "int8"}, "easgd"),  # of asynchronous rules only
+        ({"hosts": ("a", "b")}, "easgd"),
+        ({"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),  # workers may join
+        ({"devices": ("cuda:0", "cpu")}, "easgd"),  # of unequal speed
+        ({"script": None}, None),  # a host alone
+        ({"script": None, "external": TORCHRUN, "listen": Listen(Address("127.0.0.1", 0))}, "bsp"),
+        ({"script": None, "external": TORCHRUN, "listen": Listen(Address("0.0.0.0", 0))}, "easgd"),  # several machines
+    ],
+)
+def test_default_rule_is_synchronous_only_for_equal_workers_of_one_machine(options, expected):
+    made = job(workers=2, **options).with_default_rule()
+    assert made.default_rule == expected
+    assert replace(made, pace=None, hosts=()).with_default_rule().default_rule == expected  # a resumed run keeps it

@@ -4,7 +4,8 @@ import pytest
 
 from maniple.clock import clock
 from maniple.errors import InvalidArgument
-from maniple.launch.terminal import RunMonitor, TargetNotice
+from maniple.launch.notices import TargetNotice
+from maniple.launch.terminal import RunMonitor
 from maniple.monitor.target import Target, parse_target
 from tests.simulated_clock import SimulatedClock
 from tests.written import Written

@@ -9,7 +9,6 @@ from rich.console import Console
 from maniple.clock import clock
 from maniple.launch.terminal import (
     PlainDisplay,
-    StopNotices,
     choose_workers,
     columns,
     live_table,
@@ -219,28 +218,3 @@ def test_nothing_is_printed_of_those_who_are_done_and_the_end_says_what_is_new(w
 def test_the_state_of_a_run_is_printed_at_once(watch):
     watch.board.workers = {0: training(3), 1: WorkerState("done", Counts(step=9))}
     assert len(watch.lines(0.0, is_last=True)) == 3
-
-
-# Notices
-
-
-def test_workers_that_go_on_a_minute_after_the_stop_are_named_once():
-    time, notices = SimulatedClock(), StopNotices()
-    with clock.replaced(time):
-        assert notices.due("", [0, 1]) == []
-        assert notices.due("--max-batches 10", [0, 1]) == ["everybody stops: --max-batches 10"]
-        time.now = 59.0
-        assert notices.due("--max-batches 10", [0, 1]) == []
-        time.now = 60.0
-        (notice,) = notices.due("--max-batches 10", [1])
-        assert "still running: 1. A loop ends by itself if it takes its samples from worker.sampler" in notice
-        time.now = 600.0
-        assert notices.due("--max-batches 10", [1]) == []
-
-
-def test_workers_that_have_all_stopped_are_not_named():
-    time, notices = SimulatedClock(), StopNotices()
-    with clock.replaced(time):
-        notices.due("enough", [0])
-        time.now = 100.0
-        assert notices.due("enough", []) == []

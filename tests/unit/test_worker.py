@@ -1,7 +1,9 @@
 """What a worker tells a person of: data that nothing divides, a model that is not shared, questions
 that are none."""
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -143,3 +145,18 @@ def test_coroutine_is_no_handler():
 def test_handler_may_name_its_arguments_as_it_likes(handler):
     kind = type("Mine", (maniple.Controller,), {"handle_control": handler})
     assert type("Later", (kind,), {})().handle_control("next", 0, {}) == 0
+
+
+def test_script_that_balances_samples_gets_no_synchronous_rule_by_default(joined, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+    worker = joined(TWO.replace(default_rule="bsp", device="cpu"))
+    worker.sampler(10)
+    assert worker._default_rule() == maniple.BSP()
+    worker.sampler(10, balance=True)
+    assert worker._default_rule() == maniple.EASGD()
+
+
+def test_balance_that_has_no_effect_is_warned_of(joined):
+    worker = joined(TWO.replace(rule="bsp"))
+    with pytest.warns(UserWarning, match="balance=True has no effect.*--rule easgd"):
+        worker.sampler(10, balance=True)

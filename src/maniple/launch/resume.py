@@ -19,11 +19,12 @@ from maniple.settings.options import Limits, settings_of
 def start_host(job: Job) -> tuple[Job, Host]:
     """Start the host of `job`, or resume it; returns the job with the settings that it keeps."""
     if (run := job.resume) is None:
+        job = job.with_default_rule()
         name = job.name or fresh_name(job.runs, job.script or Path("host"))
         return job, Host.start(shared_memory(), job.runs, name, job.record(), keep=job.keep, arrays=job.arrays)
     check_no_live_host(run)
     given = {"rule": job.rule is not None, "pace": job.pace is not None}
-    job = with_saved_settings(job, run)
+    job = with_saved_settings(job, run).with_default_rule()
     # `maniple serve` is often started by a service manager, which cannot choose another snapshot.
     falls_back = job.script is None
     host = Host.resume(shared_memory(), run, job.record(), which=job.snapshot, falls_back=falls_back, keep=job.keep)

@@ -22,6 +22,7 @@ from maniple.job import Job, rendezvous_address, thread_variables
 from maniple.launch.baseline_run import find_baseline, with_name
 from maniple.launch.cores import divide_cores, threads_each
 from maniple.launch.external_workers import ExternalWorkersMonitor
+from maniple.launch.notices import RuleNotice, SlowWorkerNotice, StopNotices, TargetNotice, ValidationNotice
 from maniple.launch.process import ChildProcess, LaunchedWorker, exit_text, killed_by, stop_all
 from maniple.launch.remote_workers import RayWorker, SshWorker
 from maniple.launch.resume import start_host
@@ -33,7 +34,7 @@ from maniple.launch.services import (
     ServerProcess,
     periodic_snapshots,
 )
-from maniple.launch.terminal import Display, RunMonitor, StopNotices, TargetNotice, ValidationNotice, open_display
+from maniple.launch.terminal import Display, RunMonitor, open_display
 from maniple.memory.segment import LIVE, MAX_WORKERS
 from maniple.queues.queue import COMMAND_SLICE_S
 from maniple.queues.submission import QueuedWorkers
@@ -104,6 +105,7 @@ class _JobRun:
         self._monitor = RunMonitor(host.folder, job.workers, from_now_on=True)
         self._display = open_display(quiet=job.quiet, is_json=job.is_json, is_brief=self._has_host_job)
         self._stop_notices, self._validation_notice = StopNotices(), ValidationNotice(job, host)
+        self._rule_notice, self._slow_notice = RuleNotice(job.workers), SlowWorkerNotice()
         self._target_notice = TargetNotice()
         self._stop_grace: Deadline | None = None  # since `maniple stop` was noticed
         self._display_error = ""  # why something could not be shown
@@ -254,6 +256,7 @@ class _JobRun:
             restarts = f"restart {worker.restarts} of {self._job.restarts}"
             self._say(f"worker {worker.rank} {exit_text(exit_code)}: {restarts}")
             return
+        self._refresh()  # the rule that the workers share by decides what follows
         restarted = f" after {count(worker.restarts, 'restart')}" if worker.restarts else ""
         left, consequence = self._workers_left(worker), ", so the run ends"
         if (why := worker.loss_reason(exit_code)) and not (consequence := self._loss_ends_run(left)):
@@ -261,7 +264,6 @@ class _JobRun:
             how = exit_text(exit_code) if killed_by(exit_code) else f"is lost ({why})"
             self._error(f"worker {worker.rank} {how}{restarted}{self._loss_advice(why, left)}")
             return
-        self._refresh()
         output = self._monitor.last_words(worker.rank, worker.unwritten)
         raise WorkerFailed(f"worker {worker.rank} {exit_text(exit_code)}{restarted}{consequence}. {output}")
 
@@ -278,14 +280,14 @@ class _JobRun:
             who = f"{count(left, 'worker')} {'is' if left == 1 else 'are'}" if left else "no other is"
             return f", and {who} left, below --min-workers {self._job.min_workers}, so the run ends"
         uses_torch = self._job.collectives == "torch" or bool(self._job.hosts)
-        if uses_torch and self._monitor.is_synchronous(self._job.rule):
+        if uses_torch and self._monitor.is_synchronous(self._job.rule or self._job.default_rule):
             return ", and collectives over torch cannot continue without it, so the run ends"
         return ""
 
     def _loss_advice(self, why: str, left: int) -> str:
         """The rest of the message about a lost worker, while the others continue."""
         memory = " (out of memory? `dmesg` tells)" if why == "killed by SIGKILL" else ""
-        if self._monitor.is_synchronous(self._job.rule):
+        if self._monitor.is_synchronous(self._job.rule or self._job.default_rule):
             replacement = ". Its share of each epoch is left out from now on"
         else:
             listen = "" if self._listener.address else " in a run with --listen"
@@ -371,6 +373,8 @@ class _JobRun:
         self._show(lambda: self._display.show(self._monitor, self._monitor.printed(), is_last=is_last))
         for line in self._stop_notices.due(self._monitor.stop_reason, [worker.rank for worker in running]):
             self._say(line)
+        for notice in filter(None, (self._rule_notice.due(self._monitor), self._slow_notice.due(self._monitor))):
+            self._say(notice)
         if notice := self._target_notice.due(self._monitor, is_last=is_last):
             self._say(notice)
             if self._job.stop_at_target:

@@ -15,8 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from maniple.clock import clock
-from maniple.host import Host
-from maniple.job import Job
 from maniple.monitor import RunState, Totals, WorkerState
 from maniple.monitor.measures import MEASURES, RUN_MEASURES
 from maniple.monitor.worker_state import BAD, WAITING
@@ -30,7 +28,6 @@ _STYLES = {"training": "green", "starting": "yellow", "stopped": "yellow"} | dic
 _TABLE_LINES = 3  # beside the workers: header, workers left out, totals; a target takes one more
 _PLAIN_FIRST_S, _PLAIN_MAX_S = 5.0, 60.0  # interval between lines of all workers; doubled each time
 _TABLE_INTERVAL_S, _JSON_INTERVAL_S = 0.5, 1.0
-_STOP_NOTICE_S = 60.0  # the longest step that is still plausible; then workers that continue are named
 
 
 class RunMonitor(RunState):
@@ -373,74 +370,3 @@ def plain_lines(workers: Mapping[int, WorkerState], totals: Totals) -> list[str]
         for rank, worker in sorted(workers.items())
     ]
     return [*lines, f"all: {total_line(totals)}", *target_lines(totals)] if totals.steps else lines
-
-
-class StopNotices:
-    """Reports once why the controller stops the run, and later which workers have not followed."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._is_done = False
-
-    def due(self, reason: str, running: Sequence[int]) -> list[str]:
-        """Notices to show now, given the controller's reason to stop and the ranks that still run."""
-        now = clock.monotonic()
-        if reason and self._since is None:
-            self._since = now
-            return [f"everybody stops: {reason}"]
-        if self._since is None or self._is_done or not running or now - self._since < _STOP_NOTICE_S:
-            return []
-        self._is_done = True
-        return [
-            f"told to stop {_STOP_NOTICE_S:.0f} s ago and still running: {', '.join(map(str, running))}. A loop ends "
-            "by itself if it takes its samples from worker.sampler, or looks at worker.should_stop"
-        ]
-
-
-class TargetNotice:
-    """Reports once that the run has reached its target."""
-
-    def __init__(self) -> None:
-        self._is_done = False
-
-    def due(self, monitor: RunMonitor, *, is_last: bool = False) -> str:
-        """The notice, once the target is reached; else "". At the end of the run the summary says it."""
-        if self._is_done or is_last or (status := monitor.target_status()) is None or status.reached_s is None:
-            return ""
-        self._is_done = True
-        return status.text
-
-
-class ValidationNotice:
-    """Reports once that --patience or --validate-every has no effect because nothing is validated.
-
-    A user's own controller may count validations in its own way, so it never applies to one.
-    """
-
-    def __init__(self, job: Job, host: Host) -> None:
-        self._limits, self._host = job.limits, host
-        self._validated = host.validated
-        self._is_done = job.controller is not None or not (job.limits.patience or job.limits.validate_every)
-        self._before: Totals | None = None  # totals of earlier lives of the run
-
-    def due(self, monitor: RunMonitor, *, is_last: bool = False) -> str:
-        """The notice: at the end of the run, or after two epochs in which a validation was due twice; else ""."""
-        if self._is_done:
-            return ""
-        totals = monitor.totals()
-        before = self._before = self._before or totals
-        steps, samples = totals.steps - before.steps, totals.samples - before.samples
-        is_late = 0 < 2 * monitor.epoch_size <= samples and steps >= 2 * self._limits.validate_every
-        if not is_late and not (is_last and steps):
-            return ""
-        self._is_done = True
-        if self._host.validated != self._validated:
-            return ""
-        self._host.events.write("unvalidated")
-        values = {"--patience": self._limits.patience, "--validate-every": self._limits.validate_every}
-        given = " and ".join(f"{name} {value}" for name, value in values.items() if value)
-        return (
-            f"{given} {'have' if all(values.values()) else 'has'} no effect: nothing was validated. Call "
-            'worker.ask("validated", loss=...) after each epoch; or give --validate-every N, and validate when '
-            'worker.ask("next") says so (docs/controller.md)'
-        )

@@ -190,6 +190,7 @@ class SharedSettings:
         None, f"What an exchange does: {', '.join(RULES)}. Parameters follow a colon: easgd:alpha=0.5.", ALL,
         metavar="RULE", group=RULE, leads=True, folder=True, resume="kept", joins=True, readers="external",
     )  # fmt: skip
+    default_rule: str | None = setting(None, resume="kept", joins=True)  # where no rule is named
     pace: str | None = setting(None, resume="kept", joins=True, readers="external")  # of --every or --maximum-rate
     seed: int | None = setting(
         None, f"Seed of the run; the seed of each worker derives from it. Default: {DEFAULT_SEED}, or that of the "

@@ -49,6 +49,11 @@ class Address:
         """Whether it stands for all addresses of a machine. Other machines are then given its name instead."""
         return self.path is None and self.host in {"0.0.0.0", "::"}
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine can connect to it."""
+        return self.path is not None or self.host in {"localhost", "::1"} or self.host.startswith("127.")
+
     def connect(self, timeout_s: float) -> socket.socket:
         """Return a connected socket, or raise OSError within `timeout_s`."""
         if self.path is None:

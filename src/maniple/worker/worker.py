@@ -94,7 +94,7 @@ class Worker(CollectiveCalls):
         context = self._context
         self._samples, self._events, self._replicas = context.samples, context.events, context.replicas
         self._own_policy = DefaultPolicy(environment.limits)  # the controller of a worker alone
-        self._has_asked = False
+        self._has_asked = self._is_balanced = False
         self._collective_groups = CollectiveGroups(environment, connection, self._events, context.exit_if_signalled)
         self._feeds = Feeds(environment, self._events, self._is_stopping)
         if not environment.is_alone:
@@ -165,7 +165,8 @@ class Worker(CollectiveCalls):
             model: a torch module; its parameters, as a dict (`dict(model.named_parameters())`) or in a row
                 (`model.parameters()`); or a dict of NumPy arrays that are changed in place.
             optimizer: the torch optimizer; without one, call `replica.step()` after each update.
-            rule: what an exchange does; by default that of the command line, else `EASGD()`.
+            rule: what an exchange does; by default that of the command line, else `BSP()` for torch models on the CPU
+                with an optimizer if all workers are on this machine, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
             wire: the format of values sent to a remote host or in collectives: "float32" (unchanged, the default),
                 "bfloat16", "float16" or, to a host only, "int8", whose rounding errors the next exchange corrects.
@@ -180,11 +181,14 @@ class Worker(CollectiveCalls):
             save_optimizer: save the optimizer's state in the run folder with each snapshot and when this worker
                 leaves, and continue with it after `--resume`; learning rates come from the script.
         """
-        rule, pace, wire = _resolve_settings(self._environment, rule, pace, wire)
+        adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
+        is_default = rule is None and self._environment.rule is None
+        needs_center = pace is not None or wire == "int8" or bool(state) or not lock
+        default = EASGD() if needs_center else self._default_rule(adapter)
+        rule, pace, wire = _resolve_settings(self._environment, rule, pace, wire, default)
         check_rule(self._environment, rule)
         if stop is not None:
             self._context.stop_after = stop
-        adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         if adapter.local_buffers and not self._environment.is_alone:
             names = ", ".join(map(repr, adapter.local_buffers))
             self._events.write("local buffers", names=list(adapter.local_buffers))
@@ -195,6 +199,7 @@ class Worker(CollectiveCalls):
             self._events.write(
                 "share",
                 rule=repr(rule),
+                by_default=is_default,
                 meets="gradients" if rule.averages_gradients else "values" if rule.is_synchronous else "center",
                 pace=repr(pace),
                 wire=wire,
@@ -258,6 +263,13 @@ class Worker(CollectiveCalls):
             raise InvalidArgument(
                 "static=True and balance=True exclude each other: one gives each worker a fixed share, the other lets "
                 "fast workers take more. Leave one of them out."
+            )
+        self._is_balanced |= balance
+        if balance and self._is_synchronous and self.world > 1:
+            warnings.warn(
+                "balance=True has no effect: under a synchronous rule all workers make the same number of steps. With "
+                "--rule easgd, fast workers take more samples",
+                stacklevel=2,
             )
         self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
@@ -413,8 +425,22 @@ class Worker(CollectiveCalls):
     @property
     def _is_synchronous(self) -> bool:
         """All workers make the same number of steps, by the rules of their models or that of the command line."""
-        rules = [replica.rule for replica in self._replicas] or [parse_rule(self._environment.rule or "easgd")]
+        named = self._environment.rule
+        rules = [replica.rule for replica in self._replicas] or [parse_rule(named) if named else self._default_rule()]
         return any(rule.is_synchronous for rule in rules)
+
+    def _default_rule(self, adapter: Adapter | None = None) -> Rule:
+        """The rule of a model for which neither the script nor the command line names one.
+
+        That of the run (`Job.default_rule`) averages gradients, which only an optimizer of torch has, and has not been
+        measured on GPUs. Before a model is shared, a script that has imported torch is expected to share one of torch.
+        A script that balances its samples expects workers of unequal speed, for which a synchronous rule is no choice.
+        """
+        has_gradients = "torch" in sys.modules if adapter is None else adapter.has_optimizer
+        is_on_cpu = (self.device if adapter is None else adapter.device) == "cpu"
+        default = self._environment.default_rule
+        is_suitable = has_gradients and is_on_cpu and not self._is_balanced
+        return parse_rule(default) if default and is_suitable else EASGD()
 
     def _rest(self) -> None:
         """Let other workers continue without this one, which waits for their samples."""
@@ -457,12 +483,12 @@ def connect_to_host(environment: Environment, count: "Count") -> "HostConnection
 
 
 def _resolve_settings(
-    environment: Environment, rule: Rule | None, pace: Pace | None, wire: str | None
+    environment: Environment, rule: Rule | None, pace: Pace | None, wire: str | None, default: Rule
 ) -> tuple[Rule, Pace, str]:
     """Rule, pace and wire format of a model that is shared: from the script, else the command line, else defaults."""
     if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
-    rule = _agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, EASGD())
+    rule = _agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, default)
     pace = _agreed("pace", pace, parse_pace(environment.pace) if environment.pace else None, Every(rule.every))
     wire = _agreed("wire", wire, environment.wire, "float32")
     if wire != "float32":
@@ -511,7 +537,8 @@ def check_restart(environment: Environment, replicas: Sequence[Replica], collect
     if collectives == "shared" and environment.restarts and any(replica.rule.is_synchronous for replica in replicas):
         raise InvalidArgument(
             f"worker {environment.rank} was started again, but a run that shares 2 models synchronously cannot take "
-            "workers back, only one that shares 1. Start the run again with --resume, or share both as one module."
+            "workers back, only one that shares 1. Start the run again with --resume, share both as one module, or "
+            "choose an asynchronous rule: --rule easgd."
         )
 
 
