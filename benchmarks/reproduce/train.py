@@ -4,10 +4,10 @@
     maniple run -n 2 --rule easgd train.py digits --way maniple --out curve.json
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python train.py digits --way ddp --out curve.json
 
-The learning rate decreases linearly to zero over the samples of the run, as is usual. Copies of the parameters are kept
-four times a second while the model trains, the center's where there is one, and are evaluated afterwards: evaluation
-takes no time from the training, and all contestants are treated alike. The clock starts when all workers are ready, so
-imports and compilation are not counted.
+The learning rate decreases linearly to zero over the samples of the run, as is usual (for MSync, over the rounds).
+Copies of the parameters are kept four times a second while the model trains, the center's where there is one, and are
+evaluated afterwards: evaluation takes no time from the training, and all contestants are treated alike. The clock
+starts when all workers are ready, so imports and compilation are not counted.
 """
 
 import argparse
@@ -48,6 +48,10 @@ class Plain:
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._task.x))[self.rank :: self.world]
         for start in range(0, len(order), self.batch):
             yield torch.from_numpy(order[start : start + self.batch])
+
+    def progress(self, own: float) -> float:
+        """The share of the training that is over, for the learning rate; `own` is that of this worker's samples."""
+        return own
 
     def center(self) -> contextlib.AbstractContextManager[Any]:
         """Within it, the model has the shared parameters."""
@@ -96,6 +100,16 @@ class Maniple(Plain):
         del epoch
         return (torch.from_numpy(batch) for batch in self._sampler.batches(self.batch))
 
+    def progress(self, own: float) -> float:
+        """With a quorum, workers miss rounds, and their learning rates are equal only if they follow the rounds.
+
+        There are at most as many rounds as batches of all workers.
+        """
+        if not self._replica.rule.quorum:
+            return own
+        most = self._task.epochs * math.ceil(len(self._task.x) / self.batch)
+        return min(1.0, self._replica.rounds / most)
+
     def center(self) -> contextlib.AbstractContextManager[Any]:
         return self._replica.center()
 
@@ -134,7 +148,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pau
                 keep()
                 due_s = time.perf_counter() - start + interval_s
             for group in optimizer.param_groups:
-                group["lr"] = lr * max(0.0, 1 - (epoch + min(1.0, of_epoch / share)) / epochs)
+                group["lr"] = lr * (1 - way.progress((epoch + min(1.0, of_epoch / share)) / epochs))
             optimizer.zero_grad()
             task.loss(trained, task.x[index], task.y[index]).backward()
             optimizer.step()

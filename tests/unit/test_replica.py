@@ -290,7 +290,7 @@ def test_pull_in_the_middle_does_not_forget_what_exchanges_cost(share):
     assert not pace.due(1, 4050.0)
 
 
-def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
+def test_exchange_that_fails_counts_for_the_pace_and_has_a_row(share, monkeypatch, tmp_path):
     monkeypatch.setattr("maniple.pace._RETRY_S", 100.0)
     monkeypatch.setattr("maniple.replica.with_center._UNANNOUNCED_S", 0.0)
     failures: list[tuple[float, float]] = []
@@ -303,8 +303,8 @@ def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
     def away(*_):
         raise HostAway("the host is away")
 
-    pace = Recorded(1.0)
-    replica = share({"w": np.zeros(2)}, EASGD(), pace)
+    pace, events = Recorded(1.0), Events(tmp_path / "worker-0.jsonl")
+    replica = share({"w": np.zeros(2)}, EASGD(), pace, events)
     pace.expect(100.0, 16)  # instead of what the pull took
     monkeypatch.setattr(SharedCenter, "exchange", away)
     with pytest.warns(UserWarning, match="the host is away"):
@@ -313,6 +313,9 @@ def test_exchange_that_fails_counts_for_the_pace(share, monkeypatch):
     [(cost_s, spread)] = failures  # the next try is due after 100 s, and not after the next step
     assert cost_s > 0
     assert 0 < spread < 1
+    events.close()
+    [row] = [row for row in read_events(tmp_path / "worker-0.jsonl") if row["event"] == "broken"]
+    assert row["operation"] == "exchange" and row["step"] == 1 and 0 < row["duration"] <= cost_s
 
 
 def test_samples_are_counted_as_reported(share):

@@ -56,7 +56,7 @@ def _mark(kind: str) -> bytes:
 
 _PROGRESS, _LOG = _mark("progress"), _mark("log")
 # Single operations and the rows of `maniple record`: progress rows contain their sums.
-_SKIPPED = set(map(_mark, ("exchange", "look", "pull", "push", "keep", "wait", "times")))
+_SKIPPED = set(map(_mark, ("exchange", "look", "pull", "push", "keep", "broken", "wait", "times")))
 _PROGRESS_ROWS = msgspec.json.Decoder(list[ProgressRow])
 _ROWS = msgspec.json.Decoder(list[dict[str, Any]])
 

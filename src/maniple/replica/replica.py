@@ -18,7 +18,7 @@ from maniple.adapters import Adapter
 from maniple.center.snapshot import write_tensors
 from maniple.clock import clock
 from maniple.contracts import Array, Outcome
-from maniple.errors import InvalidArgument
+from maniple.errors import HostAway, InvalidArgument
 from maniple.feed.local_feed import WaitTimes
 from maniple.layout import Layout
 from maniple.pace import Pace
@@ -210,6 +210,12 @@ class Replica:
         start, begin = clock.time(), clock.monotonic()
         try:
             outcome = act(*args)
+        except HostAway:
+            cost_s = clock.monotonic() - begin
+            self._rows.write(
+                "broken", operation=event, step=self.steps, start=start, end=start + cost_s, duration=cost_s
+            )
+            raise
         finally:
             self.is_exchanging = False
         cost_s = clock.monotonic() - begin
