@@ -290,7 +290,8 @@ def play(runner: Runner, options: argparse.Namespace) -> None:
         for data in data_of(task, options.data):
             cases = [Case(task, name, 1 if name in {ALONE, ALL_CORES} else options.workers, Setting(), 0, data)
                      for name in options.contestants]  # fmt: skip
-            chosen = runner.results.chosen.setdefault(cases[0].group, {})
+            known = {} if options.full else runner.results.chosen.get(task, {})  # for files: as for generated data
+            chosen = runner.results.chosen.setdefault(cases[0].group, dict(known))
             if options.full:
                 for case in cases:
                     if case.contestant != ALL_CORES:

@@ -2,8 +2,9 @@
 
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -140,6 +141,20 @@ def test_results_are_complete_after_each_run_and_read_again(reproduce, tmp_path)
         results.add(case, {"curve": [[0.0, 0, 0.1]], "final": 0.1})
         again = reproduce.Results(path)
         assert again.runs == results.runs and len(again.runs) == seed + 1
+
+
+def test_files_are_trained_with_the_settings_that_were_chosen_for_generated_data(reproduce, tmp_path):
+    (tmp_path / "imdb.npz").touch()
+    results = reproduce.Results(tmp_path / "results.json")
+    results.chosen["reviews"] = {"bsp": {"lr": 2.0, "split": None, "every": None, "alpha": None}}
+    cases = []
+    runner = SimpleNamespace(results=results, run=cases.append)
+    options = {"tasks": ["reviews"], "contestants": ["bsp", "easgd"], "workers": 2, "data": tmp_path}
+    reproduce.play(runner, Namespace(full=False, seeds=1, **options))
+    assert [(case.contestant, case.setting.lr, Path(case.data).name) for case in cases] == [
+        ("bsp", 2.0, "imdb.npz"),
+        ("easgd", 1.0, "imdb.npz"),
+    ]
 
 
 def test_quality_below_that_of_every_seed_of_one_process_is_marked(reproduce):
