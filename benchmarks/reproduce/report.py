@@ -236,15 +236,17 @@ def _losses(tasks: dict[str, dict[str, Row]]) -> list[str]:
 
 DEFAULT_TEXT = """The default on one machine, `bsp`, with the settings of this table. *Time* to the target follows
 from *speed*, samples per second, and from *samples* to the target. The limit of the speed is that of processes that do
-not wait for each other, each as fast as one alone.
+not wait for each other, each as fast as one alone. *Least*: the time that such processes would need, as a share of that
+of one process on all cores, for the same number of samples.
 
-| task | time / all cores | / DDP | speed / all cores | / limit | samples / 1 process | final | of 1 process |
-|---|---|---|---|---|---|---|---|"""
-REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *digits*: the speed, because
-a step takes half a millisecond, and a barrier of two processes nearly as long. *images* and *reviews*: the hardware,
-because torch's two threads make one process 1.4 to 1.5 times as fast, so that even workers without any cost would need
-0.7 of its time; and the samples, because a step of `bsp` has twice the batch. *characters*: the batch is divided, and a
-step on half of it takes more than half of the time.
+| task | time / all cores | least | / DDP | speed / all cores | / limit | samples / 1 process | final | of 1 process |
+|---|---|---|---|---|---|---|---|---|"""
+REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *Least*: torch's threads make one
+process faster on all cores, so that workers without any cost could gain no more than that column says. *Speed / limit*:
+what the barriers cost. In *digits* a step takes half a millisecond, and a round of two processes 0.4: a quarter of it
+is waiting for the other one's step, a quarter copying gradients, the rest the sum and the end of the round. *Samples*:
+a step of `bsp` on whole batches has twice the batch of one process, and learns less from each sample. *characters*: the
+batch is divided, and a step on half of it takes more than half of the time.
 """
 DEFAULT = "bsp"  # of workers on one machine, see `Job.with_default_rule`
 
@@ -257,6 +259,7 @@ def default_lines(tuned: dict[str, dict[str, Row]]) -> list[str]:
             row, alone, all_cores = rows[DEFAULT], rows[ALONE], rows[ALL_CORES]
             numbers = [
                 ratio(row, all_cores.median_s),
+                all_cores.rate / (row.workers * alone.rate),
                 ratio(row, rows[DDP].median_s if DDP in rows else None),
                 row.rate / all_cores.rate,
                 row.rate / (row.workers * alone.rate),
