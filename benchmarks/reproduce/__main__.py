@@ -38,7 +38,7 @@ from typing import Any
 
 from grid_tables import OF_LENGTHS, TUNING_SEED
 from pool_batches import speed_ups
-from report import ALL_CORES, ALONE, DDP, write_report
+from report import ALL_CORES, ALONE, DDP, NEWCOMERS, write_report
 from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +63,6 @@ PERIODS: dict[str, tuple[int, ...] | None] = {
 }
 CONTESTANTS = (ALONE, ALL_CORES, DDP, *PERIODS)
 MAIN = (ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd")
-UNTUNED = ("bsp", "localsgd", "easgd", "downpour")  # are measured with the settings of a newcomer too
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ def play(runner: Runner, options: argparse.Namespace) -> None:
                 chosen[ALL_CORES] = chosen[ALONE] if ALONE in chosen else asdict(Setting())
                 runner.results.save()
             tuned = [replace(case, setting=Setting(**chosen.get(case.contestant, {}))) for case in cases]
-            untuned = [case for case in cases if case.contestant in UNTUNED] if options.full else []
+            untuned = [case for case in cases if case.contestant in NEWCOMERS] if options.full else []
             measured = list(dict.fromkeys([*tuned, *untuned]))
             for seed, case in itertools.product(range(options.seeds), measured):
                 runner.run(replace(case, seed=seed))

@@ -74,11 +74,12 @@ def test_tuned_and_untuned_runs_of_a_rule_are_in_different_tables(reproduce):
     import report  # pyright: ignore[reportMissingImports]
 
     doubled = UNTUNED | {"lr": 2.0}
-    runs = [run_of("1 process", 10.0), run_of("bsp", 8.0), run_of("bsp", 5.0, setting=doubled)]
+    runs = [run_of("1 process", 10.0), run_of("bsp", 8.0), run_of("bsp", 5.0, setting=doubled), run_of("asgd", 6.0)]
     page = report.page_of({str(i): run for i, run in enumerate(runs)}, {"digits": {"bsp": doubled}})
     tuned, untuned = page[page.index("Every contestant tuned") :].split("Rules untuned", 1)
     assert "| bsp | 0.50 |" in tuned
     assert "| bsp | 0.80 |" in untuned[: untuned.index("## digits")]
+    assert "| asgd | 0.60 |" in tuned and "asgd" not in untuned[: untuned.index("## digits")]
     assert "| bsp | lr x 2 | 5.0 |" in untuned and "| bsp | lr x 1 | 8.0 |" in untuned
 
 
