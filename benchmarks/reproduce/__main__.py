@@ -47,7 +47,7 @@ FULL, FAST = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "
 LEARNING_RATES, OF_DIVIDED_BATCHES = (0.5, 1.0, 2.0), (0.5, 1.0)
 DEADLINE_S = 600.0
 PLACES = ("unequal", "network")
-LENGTHS = {"digits": (3, 48), "images": (2, 32), "reviews": (4, 8), "characters": (2, 4)}  # epochs beside the usual
+LENGTHS = {"digits": (3, 48), "images": (2, 32), "reviews": (1, 9), "characters": (2, 4)}  # epochs beside the usual
 LINK_MBIT, LINK_ROUND_TRIP_S = 1000, 0.0005  # an ordinary local network
 CORES = sorted(os.sched_getaffinity(0))
 # Rules with the periods that are tried, the default first; None: at each step, without a choice.
@@ -92,8 +92,8 @@ class Case:
     def key(self) -> str:
         """The name of its result."""
         setting = ",".join(f"{name}={value}" for name, value in asdict(self.setting).items() if value is not None)
-        place = f"/{self.place}" if self.place else ""
-        return f"{self.group}/{self.contestant}/{self.workers}/{setting}/{self.seed}{place}"
+        key = f"{self.group}/{self.contestant}/{self.workers}/{setting}/{self.seed}"
+        return key + (f"/{self.epochs} epochs" if self.epochs else "") + (f"/{self.place}" if self.place else "")
 
     @property
     def group(self) -> str:
