@@ -38,7 +38,7 @@ from typing import Any
 
 from grid_tables import OF_LENGTHS, TUNING_SEED
 from pool_batches import speed_ups
-from report import ALL_CORES, ALONE, DDP, NEWCOMERS, write_report
+from report import ALL_CORES, ALONE, DDP, NEWCOMERS, label_of, write_report
 from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
@@ -94,6 +94,11 @@ class Case:
         setting = ",".join(f"{name}={value}" for name, value in asdict(self.setting).items() if value is not None)
         key = f"{self.group}/{self.contestant}/{self.workers}/{setting}/{self.seed}"
         return key + (f"/{self.epochs} epochs" if self.epochs else "") + (f"/{self.place}" if self.place else "")
+
+    @property
+    def label(self) -> str:
+        """The name of its row and of its settings."""
+        return label_of(self.contestant, self.workers)
 
     @property
     def group(self) -> str:
@@ -294,10 +299,10 @@ def play(runner: Runner, options: argparse.Namespace) -> None:
             if options.full:
                 for case in cases:
                     if case.contestant != ALL_CORES:
-                        chosen[case.contestant] = asdict(runner.tuned(case))
+                        chosen[case.label] = asdict(runner.tuned(case))
                 chosen[ALL_CORES] = chosen[ALONE] if ALONE in chosen else asdict(Setting())
                 runner.results.save()
-            tuned = [replace(case, setting=Setting(**chosen.get(case.contestant, {}))) for case in cases]
+            tuned = [replace(case, setting=Setting(**chosen.get(case.label, {}))) for case in cases]
             untuned = [case for case in cases if case.contestant in NEWCOMERS] if options.full else []
             measured = list(dict.fromkeys([*tuned, *untuned]))
             for seed, case in itertools.product(range(options.seeds), measured):

@@ -16,6 +16,13 @@ PEERS = {ALONE, ALL_CORES, DDP}
 RULES = ("bsp", "localsgd", "easgd", "asgd", "downpour", "msync:m=1", "easgd:sync=true", "downpour:sync=true")
 PAYS = 0.9  # of the better time of one process: less is a gain that the noise of a machine cannot explain
 COLOURS = ("#555555", "#999999", "#cc79a7", "#0072b2", "#009e73", "#e69f00", "#56b4e9", "#d55e00", "#8c564b", "#bcbd22")
+NEWCOMERS = ("bsp", "localsgd", "easgd", "downpour")  # the rules that are also measured untuned
+UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
+
+
+def label_of(contestant: str, workers: int) -> str:
+    """The name of a row and of its settings; it says the number of workers where there are more than two."""
+    return f"{contestant}, {workers} workers" if workers > 2 else contestant
 
 
 class Row:
@@ -23,7 +30,8 @@ class Row:
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
-        self.name, self.workers, self.setting = runs[0]["contestant"], runs[0]["workers"], runs[0]["setting"]
+        self.contestant, self.workers, self.setting = runs[0]["contestant"], runs[0]["workers"], runs[0]["setting"]
+        self.name = label_of(self.contestant, self.workers)
         self.seconds = [run["to_target_s"] for run in runs]
         self.median_s = None if None in self.seconds else statistics.median(self.seconds)
         self.samples = [run["to_target_samples"] for run in runs if run["to_target_samples"] is not None]
@@ -39,10 +47,6 @@ class Row:
         return ", ".join(words)
 
 
-NEWCOMERS = ("bsp", "localsgd", "easgd", "downpour")  # the rules that are also measured untuned
-UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
-
-
 def rows_of(runs: Iterable[Run], chosen: Chosen | None = None, place: str = "") -> dict[str, dict[str, Row]]:
     """All rows by task and contestant: those with the chosen settings, or untuned ones where nothing was chosen.
 
@@ -53,13 +57,13 @@ def rows_of(runs: Iterable[Run], chosen: Chosen | None = None, place: str = "") 
         if run["task"] == "pool" or run["seed"] == TUNING_SEED or run.get("epochs") or run.get("place", "") != place:
             continue
         task = run["task"] + (f" ({Path(run['data']).stem})" if run["data"] else "")
-        if run["setting"] == (chosen or {}).get(task, {}).get(run["contestant"], UNTUNED):
-            grouped.setdefault(task, {}).setdefault((run["workers"], run["contestant"]), []).append(run)
+        label = label_of(run["contestant"], run["workers"])
+        if run["setting"] == (chosen or {}).get(task, {}).get(label, UNTUNED):
+            grouped.setdefault(task, {}).setdefault((run["workers"] > 2, label), []).append(run)
     return {
-        task: {f"{name}, {workers} workers" if workers > 2 else name: Row(found)
-               for (workers, name), found in sorted(by_key.items(), key=lambda item: item[0][0] > 2)}
-        for task, by_key in grouped.items()
-    }  # fmt: skip
+        task: {label: Row(found) for (_, label), found in sorted(by_label.items(), key=lambda item: item[0][0])}
+        for task, by_label in grouped.items()
+    }
 
 
 def baseline_s(rows: dict[str, Row]) -> float | None:
@@ -226,7 +230,7 @@ def _losses(tasks: dict[str, dict[str, Row]]) -> list[str]:
         base = baseline_s(rows)
         for name, row in rows.items():
             share = ratio(row, base)
-            if name in PEERS:
+            if row.contestant in PEERS:
                 continue
             if share is None:
                 lines.append(f"- **{task}, {name}**: the target was not reached with every seed.")

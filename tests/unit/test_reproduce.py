@@ -83,6 +83,20 @@ def test_tuned_and_untuned_runs_of_a_rule_are_in_different_tables(reproduce):
     assert "| bsp | lr x 2 | 5.0 |" in untuned and "| bsp | lr x 1 | 8.0 |" in untuned
 
 
+def test_four_workers_have_a_row_and_settings_of_their_own(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    halved = UNTUNED | {"lr": 0.5}
+    four = run_of("bsp", 7.5, setting=halved) | {"workers": 4}
+    runs = [run_of("1 process", 10.0), four, run_of("bsp", 5.0), run_of("DDP", 9.9) | {"workers": 4}]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {"digits": {"bsp, 4 workers": halved}})
+    assert "| bsp | lr x 1 | 5.0 |" in page and "| bsp, 4 workers | lr x 0.5 | 7.5 |" in page
+    assert "| bsp | 0.50 |" in page and "| bsp, 4 workers | 0.75 |" in page
+    assert "DDP, 4 workers**" not in page, "what does not pay are rules"
+    case = reproduce.Case("digits", "bsp", 4, reproduce.Setting(), 0)
+    assert case.label == "bsp, 4 workers"
+
+
 def test_learning_rates_and_batches_are_compared_by_the_samples_to_the_target(reproduce):
     import grid_tables as grid  # pyright: ignore[reportMissingImports]
 
@@ -208,10 +222,14 @@ def test_workers_on_machines_of_their_own_get_the_rule_by_variables(reproduce, t
 def test_tables_of_earlier_systems_have_their_numbers_beside_ours(reproduce):
     from earlier_tables import earlier_tables  # pyright: ignore[reportMissingImports]
 
-    def timed(task: str, contestant: str, workers: int, seconds: float) -> dict:
-        return {"task": task, "contestant": contestant, "workers": workers, "epochs": 1, "seconds": seconds}
+    def timed(task: str, contestant: str, workers: int, seconds: float, every: int | None = None) -> dict:
+        setting = UNTUNED | {"every": every}
+        return run_of(contestant, 1.0, setting=setting) | {
+            "task": task, "workers": workers, "epochs": 1, "seconds": seconds
+        }  # fmt: skip
 
-    runs = [timed("reviews", "1 process", 1, 4.0), timed("reviews", "easgd", 2, 2.0), timed("vgg", "1 process", 1, 9.0)]
+    runs = [timed("reviews", "1 process", 1, 4.0), timed("vgg", "1 process", 1, 9.0)]
+    runs += [timed("reviews", "easgd", 2, 2.0, every=10), timed("reviews", "easgd", 2, 9.0, every=3)]  # of --lengths
     runs = {str(i): run for i, run in enumerate(runs)} | {
         "pool": {"task": "pool", "rows": [{"batch": 64, "one": 1000.0, "pool": 1500.0, "speed-up": 1.5}]}
     }
