@@ -36,7 +36,7 @@ format: $(STAMP)  ## format the code and apply lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## run all benchmarks; print tables and write JSON to benchmarks/results
+bench: $(STAMP)  ## run most benchmarks; print tables and write JSON to benchmarks/results
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/feed.py

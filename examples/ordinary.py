@@ -2,7 +2,7 @@
 
     python examples/ordinary.py                            # alone, as without these lines
     maniple run -n 2 examples/ordinary.py                  # two workers, one shared model
-    maniple run -n 2 --rule bsp examples/ordinary.py       # the same script for every rule: localsgd, downpour ...
+    maniple run -n 2 --rule localsgd examples/ordinary.py  # the same script for every rule: easgd, downpour ...
 
 The script uses AdamW, a schedule by steps, gradient clipping, a DataLoader with worker processes and a progress bar,
 and saves the best model. Each line that maniple needs has a comment with the original code. The workers divide each

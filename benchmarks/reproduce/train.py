@@ -5,7 +5,7 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python train.py digits --way ddp --out curve.json
 
 The learning rate decreases linearly to zero over the samples of the run, as is usual (for MSync, over the rounds).
-Copies of the parameters are kept four times a second while the model trains, the center's where there is one, and are
+Copies of the parameters are kept ten times a second while the model trains, the center's where there is one, and are
 evaluated afterwards: evaluation takes no time from the training, and all contestants are treated alike. The clock
 starts when all workers are ready, so imports and compilation are not counted.
 """
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="passes over the data (those of the task)")
     parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
     parser.add_argument("--slow", type=float, default=1.0, help="worker 1 takes this many times as long for a step (1)")
-    parser.add_argument("--interval", type=float, default=0.25, help="seconds between two copies of the parameters")
+    parser.add_argument("--interval", type=float, default=0.1, help="seconds between two copies of the parameters")
     parser.add_argument("--data", type=Path, help="a file that replaces generated data")
     parser.add_argument("--out", type=Path, help="the file for the curve (standard output)")
     args = parser.parse_args()

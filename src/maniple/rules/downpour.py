@@ -11,8 +11,8 @@ class Downpour(CenterMemory):
         c += s (x - x_old);    x = c;    x_old = c
 
     where s is 1, or 1 / (staleness + 1) with `compensate=True`. The center ends up with the sum of all
-    workers' changes: nothing is lost and nothing averaged away, so it learns fastest at short periods and
-    diverges at long ones, where the sum of many stale steps overshoots. Dean et al.: Large scale
+    workers' changes: nothing is lost and nothing averaged away, so the learning rate of one process stays right at
+    short periods. It diverges at long ones, where the sum of many stale steps overshoots. Dean et al.: Large scale
     distributed deep networks, 2012; Zhang et al. (arXiv:1511.05950) for the division by staleness.
 
     With `sync=True` all workers meet at once: `c += sum_i (x_i - c); x_i = c`. Then `nonfinite` says what
