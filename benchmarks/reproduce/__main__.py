@@ -12,11 +12,17 @@ soon as it is measured; a run that was interrupted continues where it stopped. E
 session, since Linux gives every session an equal share of the processors. Run it on an otherwise idle machine.
 
 The grid: the learning rate of the task times 1/2, 1 and 2; for workers also with the task's batch divided among them,
-times 1/2 and 1. Then, for rules with a period, 3 and 30 steps beside the default of 10 (for Downpour, 3 and 10 beside
-1); then, for EASGD, alpha = 0.2 beside "auto". Each is chosen on seed 100, which no result uses, by the samples to the
-target times the median time of a sample, since one run may meet a slow moment of the machine. One process on all cores
-takes the settings of one on one core. The rules that a newcomer would try are also measured untuned: with the learning
-rate and the batch of one process, and the rule's own defaults.
+times 1/2 and 1; beyond these by factors of 2 while the best is at the edge. Then, for rules with a period, 3 and 30
+steps beside the default of 10 (for Downpour, 3 and 10 beside 1); then, for EASGD, alpha = 0.2 beside "auto"; for DDP,
+processes that are not bound to a core each. One process is also tried with twice the batch, which is what workers with
+whole batches have together, with the learning rate times 1 and 2: a larger batch may pay more than a second worker.
+Each is chosen on seed 100, which no result uses, by the samples to the target times the median time of a sample, since
+one run may meet a slow moment of the machine. One process on all cores takes the settings of one on one core. The rules
+that a newcomer would try are also measured untuned: with the learning rate and the batch of one process, and the rule's
+own defaults.
+
+The speed of a machine changes from hour to hour, so compare only what was measured together: --again measures anew what
+is known already, and the report warns of rows that are faster than one process in the same table could explain.
 """
 
 import argparse
@@ -38,13 +44,14 @@ from typing import Any
 
 from grid_tables import OF_LENGTHS, TUNING_SEED
 from pool_batches import speed_ups
-from report import ALL_CORES, ALONE, DDP, NEWCOMERS, label_of, write_report
+from report import ALL_CORES, ALONE, DDP, NEWCOMERS, TWICE, TWICE_ALL_CORES, label_of, write_report
 from tasks import FILES, TASKS, TIMED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FULL, FAST = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "reproduce.json"
-LEARNING_RATES, OF_DIVIDED_BATCHES = (0.5, 1.0, 2.0), (0.5, 1.0)
+LEARNING_RATES, OF_DIVIDED_BATCHES, OF_DOUBLE_BATCHES = (0.5, 1.0, 2.0), (0.5, 1.0), (1.0, 2.0)
+MOST_FACTOR = 8.0  # of the learning rate, beyond which the grid is not extended
 DEADLINE_S = 600.0
 PLACES = ("unequal", "network")
 LENGTHS = {"digits": (3, 48), "images": (2, 32), "reviews": (1, 9), "characters": (2, 4)}  # epochs beside the usual
@@ -61,7 +68,11 @@ PERIODS: dict[str, tuple[int, ...] | None] = {
     "easgd:sync=true": (10, 3, 30),
     "downpour:sync=true": (1, 3, 10),
 }
-CONTESTANTS = (ALONE, ALL_CORES, DDP, *PERIODS)
+SINGLE = {
+    ALL_CORES: ALONE,
+    TWICE_ALL_CORES: TWICE,
+}  # one process on all cores, and on one, from which it takes its settings
+CONTESTANTS = (ALONE, ALL_CORES, TWICE, TWICE_ALL_CORES, DDP, *PERIODS)
 MAIN = (ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd")
 
 
@@ -73,6 +84,7 @@ class Setting:
     split: bool | None = None  # divide the task's batch among the workers, so that all workers together have it
     every: int | None = None
     alpha: str | None = None
+    unbound: bool | None = None  # the processes of DDP are not bound to a core each
 
 
 @dataclass(frozen=True)
@@ -140,9 +152,10 @@ def command_of(
     script += ["--epochs", str(case.epochs)] if case.epochs else []
     script += ["--split"] if case.setting.split else []
     script += ["--slow", "2"] if case.place == "unequal" else []
-    if case.contestant in {ALONE, ALL_CORES}:
-        threads = len(CORES) if case.contestant == ALL_CORES else 1
-        return [[sys.executable, *script, "--threads", str(threads)]], [{}]
+    if is_single(case.contestant):
+        script += ["--threads", str(len(CORES) if case.contestant in SINGLE else 1)]
+        script += ["--batches", "2"] if case.contestant in {TWICE, TWICE_ALL_CORES} else []
+        return [[sys.executable, *script]], [{}]
     name, _, options = case.contestant.partition(":")
     options = ",".join(filter(None, [options, f"alpha={case.setting.alpha}" if case.setting.alpha else ""]))
     rule, every = f"{name}:{options}" if options else name, case.setting.every
@@ -159,6 +172,11 @@ def command_of(
     maniple += ["--rule", rule, "--runs", str(runs), "--seed", str(case.seed)]
     maniple += ["--every", str(every)] if every is not None else []
     return [[*maniple, *script, "--way", "maniple"]], [{}]
+
+
+def is_single(contestant: str) -> bool:
+    """Whether a contestant is one process without workers."""
+    return contestant in SINGLE or contestant in SINGLE.values()
 
 
 def free_port() -> int:
@@ -198,7 +216,7 @@ def measure(case: Case) -> dict[str, Any]:
                 )
                 for prefix, command, own in zip(prefixes, commands, variables, strict=False)
             ]
-        if len(processes) == len(CORES):  # bound to a core each, as `maniple run` binds its workers
+        if len(processes) == len(CORES) and not case.setting.unbound:  # as `maniple run` binds its workers
             for process, core in zip(processes, CORES, strict=True):
                 os.sched_setaffinity(process.pid, {core})
         try:
@@ -235,15 +253,16 @@ def time_to_target(curve: list[list[float]], metric: str, target: float) -> dict
 class Runner:
     """Measures cases that are not known yet, with progress on the terminal."""
 
-    def __init__(self, results: Results) -> None:
-        self.results, self._count, self._start = results, 0, time.monotonic()
+    def __init__(self, results: Results, *, is_again: bool = False) -> None:
+        self.results, self._is_again, self._start = results, is_again, time.monotonic()
+        self._measured: set[str] = set()
 
     def run(self, case: Case) -> dict[str, Any]:
         """Return the result of a case, measured now or before."""
-        if case.key not in self.results.runs:
+        if case.key not in (self._measured if self._is_again else self.results.runs):
             begin = time.monotonic()
             self.results.add(case, measure(case))
-            self._count += 1
+            self._measured.add(case.key)
             found = self.results.runs[case.key]
             reached = "not reached" if found["to_target_s"] is None else f"{found['to_target_s']:6.2f} s"
             minutes = (time.monotonic() - self._start) / 60
@@ -266,14 +285,19 @@ class Runner:
 
             return Setting(**min(tried, key=cost)["setting"])
 
-        rates = [Setting(lr) for lr in LEARNING_RATES]
+        rates = [Setting(lr) for lr in (OF_DOUBLE_BATCHES if case.contestant == TWICE else LEARNING_RATES)]
         if case.workers > 1:
             rates += [Setting(lr, split=True) for lr in OF_DIVIDED_BATCHES]
         chosen = best(rates)
+        while (beyond := beyond_edge(chosen, rates)) is not None:
+            rates.append(beyond)
+            chosen = best(rates)
         if periods := PERIODS.get(case.contestant):
             chosen = best([chosen, *(replace(chosen, every=every) for every in periods[1:])])
         if case.contestant.startswith("easgd"):
             chosen = best([chosen, replace(chosen, alpha="0.2")])
+        if case.contestant == DDP:
+            chosen = best([chosen, replace(chosen, unbound=True)])
         return chosen
 
     def _seconds_per_sample(self, like: dict[str, Any]) -> float:
@@ -282,25 +306,36 @@ class Runner:
         def kind(run: dict[str, Any]) -> list[Any]:
             setting = run["setting"]
             names = ("task", "data", "contestant", "workers", "place", "epochs")
-            return [*(run[name] for name in names), setting["split"], setting["every"]]
+            return [*(run[name] for name in names), setting["split"], setting["every"], setting.get("unbound")]
 
-        same = [run for run in self.results.runs.values() if run["task"] != "pool" and kind(run) == kind(like)]
+        tuning = [run for run in self.results.runs.values() if run.get("seed") == TUNING_SEED]
+        same = [run for run in tuning if kind(run) == kind(like)]
         return statistics.median([run["curve"][-1][0] / run["curve"][-1][1] for run in same if run["curve"]] or [1.0])
+
+
+def beyond_edge(chosen: Setting, tried: Sequence[Setting]) -> Setting | None:
+    """The next learning rate, if the chosen one is the lowest or the highest of those tried with its batch."""
+    rates = [setting.lr for setting in tried if setting.split == chosen.split]
+    lower, higher = chosen.lr / 2, chosen.lr * 2
+    if chosen.lr == min(rates) and lower >= 1 / MOST_FACTOR:
+        return replace(chosen, lr=lower)
+    return replace(chosen, lr=higher) if chosen.lr == max(rates) and higher <= MOST_FACTOR else None
 
 
 def play(runner: Runner, options: argparse.Namespace) -> None:
     """Measure all cases; the seeds of all contestants of a task are interleaved."""
     for task in options.tasks:
         for data in data_of(task, options.data):
-            cases = [Case(task, name, 1 if name in {ALONE, ALL_CORES} else options.workers, Setting(), 0, data)
+            cases = [Case(task, name, 1 if is_single(name) else options.workers, Setting(), 0, data)
                      for name in options.contestants]  # fmt: skip
             known = {} if options.full else runner.results.chosen.get(task, {})  # for files: as for generated data
             chosen = runner.results.chosen.setdefault(cases[0].group, dict(known))
             if options.full:
                 for case in cases:
-                    if case.contestant != ALL_CORES:
+                    if case.contestant not in SINGLE:
                         chosen[case.label] = asdict(runner.tuned(case))
-                chosen[ALL_CORES] = chosen[ALONE] if ALONE in chosen else asdict(Setting())
+                for all_cores, one_core in SINGLE.items():
+                    chosen[all_cores] = chosen.get(one_core, asdict(Setting()))
                 runner.results.save()
             tuned = [replace(case, setting=Setting(**chosen.get(case.label, {}))) for case in cases]
             untuned = [case for case in cases if case.contestant in NEWCOMERS] if options.full else []
@@ -315,7 +350,7 @@ def play_places(runner: Runner, places: Sequence[str], options: argparse.Namespa
     for place, seed, task in itertools.product(places, range(options.seeds), tasks):
         chosen = runner.results.chosen.get(str(task), {})
         for name in options.contestants:
-            if name not in {ALONE, ALL_CORES} and name in chosen:
+            if not is_single(name) and name in chosen:
                 runner.run(Case(str(task), name, 2, Setting(**chosen[name]), int(seed), place=str(place)))
 
 
@@ -357,6 +392,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", choices=PLACES, help="measure a slow worker and a network")
     parser.add_argument("--lengths", action="store_true", help="measure shorter and longer runs")
     parser.add_argument("--tables", action="store_true", help="measure the tables of earlier systems")
+    parser.add_argument("--again", action="store_true", help="measure again what is known from an earlier call")
     parser.add_argument("--report", action="store_true", help="only write docs/results.md again")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, help="all, or the main ones in the fast part")
@@ -377,17 +413,19 @@ def main() -> None:
     if not is_full:
         results.chosen = Results(FULL).chosen  # what the full part has chosen; no settings of this machine's own
     if not options.report:
-        print(f"results: {results.path.relative_to(ROOT)}; {len(results.runs)} runs are known", flush=True)
+        known = f"{len(results.runs)} runs are known" + (" (--again measures them anew)" if results.runs else "")
+        print(f"results: {results.path.relative_to(ROOT)}; {known}", flush=True)
         if options.workers > len(CORES):
             print(f"{options.workers} workers share {len(CORES)} cores: they cannot be faster than {len(CORES)}.")
+        runner = Runner(results, is_again=options.again)
         if options.tables:
-            play_tables(Runner(results), options.seeds)
+            play_tables(runner, options.seeds)
         elif options.lengths:
-            play_lengths(Runner(results), options)
+            play_lengths(runner, options)
         elif options.places is not None:
-            play_places(Runner(results), options.places or PLACES, options)
+            play_places(runner, options.places or PLACES, options)
         else:
-            play(Runner(results), options)
+            play(runner, options)
     write_report(results.runs, results.chosen, to_docs=is_full)
 
 

@@ -49,8 +49,9 @@ def learning_rates(runs: Iterable[Run]) -> list[str]:
 
 PERIODS = """## Period and alpha
 
-Seconds to the target with other periods, and for EASGD with another alpha, divided by those with the default (10 steps,
-for Downpour 1; alpha 0.9 / workers), at the learning rate and batch that were chosen. One seed each.
+Seconds to the target with other periods, divided by those with the default (10 steps, for Downpour 1), at the learning
+rate and batch that were chosen; for EASGD also with alpha 0.2, divided by those with 0.9 / workers at the period that
+was chosen. One seed each.
 
 | task | rule | 3 steps | 10 steps | 30 steps | alpha 0.2 |
 |---|---|---|---|---|---|"""
@@ -104,6 +105,7 @@ def lengths(runs: Iterable[Run], chosen: Chosen) -> list[str]:
     for run in runs:
         name = run.get("contestant", "")
         is_usual = name in OF_LENGTHS and run["seed"] != TUNING_SEED and not run["data"] and not run["place"]
+        is_usual = is_usual and run["workers"] <= 2
         if is_usual and run["setting"] == chosen.get(run["task"], {}).get(name) and run["final"] is not None:
             found.setdefault(run["task"], {}).setdefault(run.get("epochs") or 0, {}).setdefault(name, []).append(run)
     lines: list[str] = []

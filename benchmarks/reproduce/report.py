@@ -12,12 +12,14 @@ from tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_CORES, DDP = "1 process, all cores", "DDP"
-PEERS = {ALONE, ALL_CORES, DDP}
+TWICE, TWICE_ALL_CORES = "1 process, batch x 2", "1 process, all cores, batch x 2"
+PEERS = {ALONE, ALL_CORES, TWICE, TWICE_ALL_CORES, DDP}
 RULES = ("bsp", "localsgd", "easgd", "asgd", "downpour", "msync:m=1", "easgd:sync=true", "downpour:sync=true")
+MOST_SPEED = 1.1  # times that of as many separate processes: more is possible only if the machine's own speed changed
 PAYS = 0.9  # of the better time of one process: less is a gain that the noise of a machine cannot explain
 COLOURS = ("#555555", "#999999", "#cc79a7", "#0072b2", "#009e73", "#e69f00", "#56b4e9", "#d55e00", "#8c564b", "#bcbd22")
 NEWCOMERS = ("bsp", "localsgd", "easgd", "downpour")  # the rules that are also measured untuned
-UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
+UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None, "unbound": None}
 
 
 def label_of(contestant: str, workers: int) -> str:
@@ -28,13 +30,14 @@ def label_of(contestant: str, workers: int) -> str:
 class Row:
     """The seeds of one contestant at one task."""
 
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs
+    def __init__(self, runs: list[Run], *, is_tuned: bool) -> None:
+        self.runs, self._is_tuned = runs, is_tuned
         self.contestant, self.workers, self.setting = runs[0]["contestant"], runs[0]["workers"], runs[0]["setting"]
         self.name = label_of(self.contestant, self.workers)
         self.seconds = [run["to_target_s"] for run in runs]
         self.median_s = None if None in self.seconds else statistics.median(self.seconds)
-        self.samples = [run["to_target_samples"] for run in runs if run["to_target_samples"] is not None]
+        samples = [run["to_target_samples"] for run in runs]
+        self.samples = None if None in samples else float(statistics.median(samples))
         ends = [run["curve"][-1] for run in runs if run["curve"]]
         self.rate = statistics.median(samples / seconds for seconds, samples, _ in ends) if ends else 0.0
         self.finals = [run["final"] for run in runs if run["final"] is not None]  # None: it has diverged
@@ -44,7 +47,8 @@ class Row:
         """The setting that was chosen, for the table."""
         words = [f"lr x {self.setting['lr']:g}"] + ["batch divided"] * bool(self.setting.get("split"))
         words += [f"{key} {self.setting[key]}" for key in ("every", "alpha") if self.setting.get(key) is not None]
-        return ", ".join(words)
+        words += ["cores not bound"] * bool(self.setting.get("unbound"))
+        return ", ".join(words + ["not tuned"] * (not self._is_tuned))
 
 
 def rows_of(runs: Iterable[Run], chosen: Chosen | None = None, place: str = "") -> dict[str, dict[str, Row]]:
@@ -61,7 +65,10 @@ def rows_of(runs: Iterable[Run], chosen: Chosen | None = None, place: str = "") 
         if run["setting"] == (chosen or {}).get(task, {}).get(label, UNTUNED):
             grouped.setdefault(task, {}).setdefault((run["workers"] > 2, label), []).append(run)
     return {
-        task: {label: Row(found) for (_, label), found in sorted(by_label.items(), key=lambda item: item[0][0])}
+        task: {
+            label: Row(found, is_tuned=chosen is None or label in chosen.get(task, {}))
+            for (_, label), found in sorted(by_label.items(), key=lambda item: item[0][0])
+        }
         for task, by_label in grouped.items()
     }
 
@@ -88,30 +95,32 @@ def cells(row: Row, rows: dict[str, Row]) -> list[str]:
     if len(row.finals) > 1:
         low, high = min(row.finals), max(row.finals)
         quality += f" ({low:.1%}-{high:.1%})" if metric == "accuracy" else f" ({low:.3f}-{high:.3f})"
-    ddp = rows[DDP].median_s if DDP in rows else None
+    ddp = rows.get(label_of(DDP, row.workers)) or rows.get(DDP)
     return [
         row.name,
         row.described,
         "not reached" if row.median_s is None else f"{row.median_s:.1f}{spread}",
         _number(ratio(row, rows[ALONE].median_s if ALONE in rows else None)),
         _number(ratio(row, baseline_s(rows))),
-        _number(ratio(row, ddp)),
-        f"{statistics.median(row.samples):,.0f}" if row.samples else "",
+        _number(ratio(row, ddp.median_s if ddp else None)),
+        "" if row.samples is None else f"{row.samples:,.0f}",
         quality,
     ]
 
 
 INTRODUCTION = """# Does it pay?
 
-Time to the same quality, for every rule on 2 workers, one process, and DistributedDataParallel over gloo, on a machine
-with 2 cores. This page is generated from `docs/results.json` by `python benchmarks/reproduce --report`. On a machine of
-yours, `make reproduce` measures the fast part, `python benchmarks/reproduce --full` all of it. The docstring of
-`benchmarks/reproduce/__main__.py` states the grid by which every contestant was tuned, `benchmarks/reproduce/tasks.py`
-describes the experiments.
+Time to the same quality, for rules on 2 workers unless a row says 4, one process, and DistributedDataParallel over
+gloo, on a machine with 2 cores. This page is generated from `docs/results.json` by
+`python benchmarks/reproduce --report`. On a machine of yours, `make reproduce` measures the fast part,
+`python benchmarks/reproduce --full` all of it. The docstring of `benchmarks/reproduce/__main__.py` states the grid by
+which every contestant was tuned, `benchmarks/reproduce/tasks.py` describes the experiments.
 
 *Seconds to target* are medians over the seeds, with the range. They count from the first step, without imports and
-evaluation. *Better one* is the faster of one process on one core and on all cores: below 1 the workers are faster.
-*Final* is the quality after the same number of samples for all.
+evaluation. *Better one* is the faster of one process on one core and on all cores, with the task's batch: below 1 the
+workers are faster. *Batch x 2* is one process with twice the batch, which is what two workers with whole batches have
+together: where it is faster, a larger batch pays more than a second worker. *Final* is the quality after the same
+number of samples for all.
 """
 HEADINGS = (
     "contestant", "setting", "seconds to target", "/ 1 process", "/ better one", "/ DDP", "samples to target", "final",
@@ -130,8 +139,8 @@ and of DDP equally. The two processes together have 1.5 times the speed of one.
     "network": """## A network of 1 Gbit/s between the workers
 
 Each worker is a machine with an address, in a network namespace, with a round trip of 0.5 ms. The switch between them
-is a program that takes part of the same two cores: compare the contestants with each other, not with those above. The
-settings are those that were chosen on one machine.
+is a program that takes part of the same two cores: compare the contestants with each other. Ratios to one process,
+which needs no switch, are too high. The settings are those that were chosen on one machine.
 """,
 }
 
@@ -158,8 +167,8 @@ def page_of(runs: dict[str, Run], chosen: Chosen) -> str:
     tuned, untuned = rows_of(runs.values(), chosen), rows_of(runs.values())
     for task, rows in untuned.items():  # the single processes and DDP are tuned, to be beaten honestly
         of_task = tuned.get(task, {})  # in the same order
-        peers = {name: row for name, row in of_task.items() if name in PEERS}
-        rules = {name: rows[name] for name in [*of_task, *rows] if name in rows and name in NEWCOMERS}
+        peers = {name: row for name, row in of_task.items() if row.contestant in PEERS}
+        rules = {name: rows[name] for name in [*of_task, *rows] if name in rows and rows[name].contestant in NEWCOMERS}
         untuned[task] = peers | rules
     lines = [INTRODUCTION]
     if missing := [task for task in TASKS if task not in tuned]:
@@ -169,6 +178,7 @@ def page_of(runs: dict[str, Run], chosen: Chosen) -> str:
     lines += ["## Where it does not pay", "", "Tuned by the grid:", "", *_losses(tuned), ""]
     lines += ["Untuned, with the learning rate and the batch of one process:", "", *_losses(untuned), ""]
     lines += ["## In short", "", SUMMARY, "Every contestant tuned by the same grid:", "", *_summary(tuned), ""]
+    lines += _doubts(tuned)
     lines += default_lines(tuned)
     lines += [
         "Rules untuned: `maniple run -n 2 --rule RULE` with the learning rate and the batch of one process, and the "
@@ -180,7 +190,7 @@ def page_of(runs: dict[str, Run], chosen: Chosen) -> str:
         target = f"{first['target']:.1%}" if first["metric"] == "accuracy" else f"{first['target']:g}"
         lines += [f"## {task}", "", f"Target: {first['metric']} of the test set {sign} {target}.", "", *_table(rows)]
         lines += ["", f"![learning curves of {task}](pictures/results-{_slug(task)}.png)", ""]
-        if rules := {name: row for name, row in untuned.get(task, {}).items() if name not in PEERS}:
+        if rules := {name: row for name, row in untuned.get(task, {}).items() if row.contestant not in PEERS}:
             lines += ["Untuned:", "", *_table(rules, untuned[task]), ""]
     for place, text in PLACES.items():
         if found := rows_of(runs.values(), chosen, place):
@@ -228,6 +238,15 @@ def _losses(tasks: dict[str, dict[str, Row]]) -> list[str]:
     lines: list[str] = []
     for task, rows in tasks.items():
         base = baseline_s(rows)
+        if base is None:
+            lines.append(f"- **{task}**: one process did not reach the target with every seed, so nothing is compared.")
+            continue
+        default = rows.get(DEFAULT)
+        for name in (TWICE, TWICE_ALL_CORES):
+            share, least = ratio(rows[name], base) if name in rows else None, ratio(default, base) if default else None
+            if share is not None and (least is None or share < least):
+                found = "did not reach the target" if least is None else f"{least:.2f}"
+                lines.append(f"- **{task}, {name}**, without workers: {share:.2f}; `{DEFAULT}`: {found}.")
         for name, row in rows.items():
             share = ratio(row, base)
             if row.contestant in PEERS:
@@ -239,6 +258,17 @@ def _losses(tasks: dict[str, dict[str, Row]]) -> list[str]:
     return lines or ["Every rule was faster than one process in every task."]
 
 
+def _doubts(tasks: dict[str, dict[str, Row]]) -> list[str]:
+    """A warning of rows that are faster than the single process beside them could explain."""
+    lines = [
+        f"- {task}, {name}: {row.rate:,.0f} samples/s, where one process makes {rows[ALONE].rate:,.0f}"
+        for task, rows in tasks.items()
+        for name, row in rows.items()
+        if ALONE in rows and row.contestant not in PEERS and row.rate > MOST_SPEED * row.workers * rows[ALONE].rate
+    ]
+    return ["**Not measured together**, or the speed of the machine has changed:", "", *lines, ""] if lines else []
+
+
 DEFAULT_TEXT = """The default on one machine, `bsp`, with the settings of this table. *Time* to the target follows
 from *speed*, samples per second, and from *samples* to the target. The limit of the speed is that of processes that do
 not wait for each other, each as fast as one alone. *Least*: the time that such processes would need, as a share of that
@@ -247,11 +277,10 @@ of one process on all cores, for the same number of samples.
 | task | time / all cores | least | / DDP | speed / all cores | / limit | samples / 1 process | final | of 1 process |
 |---|---|---|---|---|---|---|---|---|"""
 REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *Least*: torch's threads make one
-process faster on all cores, so that workers without any cost could gain no more than that column says. *Speed / limit*:
-what the barriers cost. In *digits* a step takes half a millisecond, and a round of two processes 0.4: a quarter of it
-is waiting for the other one's step, a quarter copying gradients, the rest the sum and the end of the round. *Samples*:
-a step of `bsp` on whole batches has twice the batch of one process, and learns less from each sample. *characters*: the
-batch is divided, and a step on half of it takes more than half of the time.
+process faster on all cores, so that workers without any cost could gain no more than that column says. *Speed / limit*
+is what the barriers cost, and, if the batch is divided, that a step on half of a batch takes more than half of the
+time. *Samples* above 1: a step on whole batches has twice the batch of one process, and may learn less from each
+sample.
 """
 DEFAULT = "bsp"  # of workers on one machine, see `Job.with_default_rule`
 
@@ -268,17 +297,13 @@ def default_lines(tuned: dict[str, dict[str, Row]]) -> list[str]:
                 ratio(row, rows[DDP].median_s if DDP in rows else None),
                 row.rate / all_cores.rate,
                 row.rate / (row.workers * alone.rate),
-                _median(row.samples) / _median(alone.samples) if row.samples and alone.samples else None,
+                row.samples / alone.samples if row.samples and alone.samples else None,
             ]
             finals = [cells(one, rows)[-1] for one in (row, alone)]
             lines.append(f"| {task} | {' | '.join([*map(_number, numbers), *finals])} |")
     if not lines:
         return []
     return [DEFAULT_TEXT, *lines, "", REASONS]
-
-
-def _median(values: list[int]) -> float:
-    return float(statistics.median(values))
 
 
 def draw(rows: dict[str, Row], path: Path) -> None:

@@ -55,10 +55,6 @@ class Task:
         model.train()
         return total / len(self.x_test)
 
-    def is_reached(self, value: float) -> bool:
-        """Whether a value of the metric is at least as good as the target."""
-        return value >= self.target if self.metric == "accuracy" else value <= self.target
-
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """SGD with momentum 0.9."""

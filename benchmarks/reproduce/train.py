@@ -57,6 +57,10 @@ class Plain:
         """Within it, the model has the shared parameters."""
         return contextlib.nullcontext()
 
+    def all_samples(self, own: int) -> int:
+        """The samples of all workers, when this one has trained on `own`."""
+        return own * self.world
+
 
 class Ddp(Plain):
     """torch's DistributedDataParallel over gloo."""
@@ -85,10 +89,7 @@ class Maniple(Plain):
         self.rank, self.world = self._worker.rank, self._worker.world
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        from maniple.rules import warm_up
-
         self._replica = self._worker.share(model, optimizer)
-        warm_up(["float32"])  # else the compiled kernels are loaded during the first second of training
         # With balance, a slow worker takes fewer samples; workers of a synchronous rule have equal shares anyway.
         self._sampler = self._worker.sampler(self._task.x, balance=self._balance)
         return model
@@ -100,11 +101,22 @@ class Maniple(Plain):
         del epoch
         return (torch.from_numpy(batch) for batch in self._sampler.batches(self.batch))
 
+    @property
+    def _is_balanced(self) -> bool:
+        """Workers share the samples by their speed, so what this one has trained on says nothing about the others."""
+        return self._balance and not self._replica.rule.is_synchronous
+
+    def all_samples(self, own: int) -> int:
+        return round(self._sampler.progress * len(self._task.x)) if self._is_balanced else super().all_samples(own)
+
     def progress(self, own: float) -> float:
         """With a quorum, workers miss rounds, and their learning rates are equal only if they follow the rounds.
 
-        There are at most as many rounds as batches of all workers.
+        There are at most as many rounds as batches of all workers. Of workers that drop many gradients there are fewer,
+        so their learning rate ends above zero.
         """
+        if self._is_balanced:
+            return min(1.0, self._sampler.progress / self._task.epochs)
         if not self._replica.rule.quorum:
             return own
         most = self._task.epochs * math.ceil(len(self._task.x) / self.batch)
@@ -135,7 +147,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pau
         if way.rank == 0:
             with way.center():
                 state = {name: value.clone() for name, value in model.state_dict().items()}
-            copies.append((time.perf_counter() - start, samples * way.world, state))
+            copies.append((time.perf_counter() - start, way.all_samples(samples), state))
 
     way.barrier()
     cpu_s, start = time.process_time(), time.perf_counter()
@@ -178,6 +190,7 @@ def main() -> None:
     parser.add_argument("--split", action="store_true", help="divide the task's batch among the workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, help="passes over the data (those of the task)")
+    parser.add_argument("--batches", type=int, default=1, help="batch of one process, in multiples of the task's (1)")
     parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
     parser.add_argument("--slow", type=float, default=1.0, help="worker 1 takes this many times as long for a step (1)")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between two copies of the parameters")
@@ -187,6 +200,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     task = (TASKS | TIMED)[args.task](args.data)
     way = WAYS[args.way](task, args.seed, balance=args.slow > 1)
+    way.batch = task.batch * args.batches
     if args.split:
         way.batch = max(1, task.batch // way.world)
     torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant

@@ -1,8 +1,10 @@
 """The arithmetic and the page of `make reproduce`."""
 
 import importlib.util
+import math
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -39,7 +41,7 @@ def test_loss_is_reached_from_above_and_may_not_be_reached(reproduce):
     assert 1.0 < reproduce.time_to_target(curve, "loss", 1.5)["to_target_s"] < 2.0
 
 
-UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None}
+UNTUNED = {"lr": 1.0, "split": None, "every": None, "alpha": None, "unbound": None}
 
 
 def run_of(contestant: str, seconds: float | None, seed: int = 0, setting: dict | None = None) -> dict:
@@ -148,6 +150,51 @@ def test_default_rule_is_compared_with_all_cores_and_ddp_and_the_difference_expl
     assert "| digits | 0.38 | 0.50 | 0.50 | 2.50 | 1.25 | 1.10 | 95.0% | 95.0% |" in page
 
 
+def test_grid_is_extended_while_the_best_learning_rate_is_at_its_edge(reproduce, tmp_path):
+    best_at = {"1 process": 0.125, "1 process, batch x 2": 2.0, "bsp": 4.0, "DDP": 1.0, "easgd": 1.0}
+    tried: dict[str, list[tuple]] = {}
+
+    def measured(case):
+        tried.setdefault(case.contestant, []).append((case.setting.lr, case.setting.split, case.setting.unbound))
+        miss = abs(math.log2(case.setting.lr / best_at[case.contestant])) + bool(case.setting.split)
+        run = {**asdict(case), "curve": [[0.0, 0, 0.0], [1.0, 100, 0.9]], "metric": "accuracy", "final": 0.9}
+        results.runs[case.key] = run | {"to_target_samples": 1000 * (1 + miss) - 10 * bool(case.setting.unbound)}
+        return results.runs[case.key]
+
+    results = reproduce.Results(tmp_path / "results.json")
+    runner = reproduce.Runner(results)
+    runner.run = measured
+    chosen = {
+        name: runner.tuned(
+            reproduce.Case("digits", name, 1 if reproduce.is_single(name) else 2, reproduce.Setting(), 0)
+        )
+        for name in best_at
+    }
+    assert {name: setting.lr for name, setting in chosen.items()} == best_at
+    assert [lr for lr, _, _ in dict.fromkeys(tried["1 process"])] == [0.5, 1.0, 2.0, 0.25, 0.125], "1/16 is too far"
+    assert [lr for lr, _, _ in dict.fromkeys(tried["1 process, batch x 2"])] == [1.0, 2.0, 4.0]
+    assert chosen["DDP"].unbound and not chosen["bsp"].unbound
+
+
+def test_rows_that_are_faster_than_the_machine_are_doubted(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    faster = {"curve": [[0.0, 0, 0.1], [4.0, 100, 0.95]]}  # 25 samples/s, where one process makes 10
+    runs = [run_of("1 process", 10.0), run_of("bsp", 4.0) | faster, run_of("easgd", 5.0)]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
+    doubts = page[page.index("Not measured together") : page.index("Rules untuned")]
+    assert "digits, bsp: 25 samples/s, where one process makes 10" in doubts and "easgd" not in doubts
+
+
+def test_a_larger_batch_that_pays_more_than_a_second_worker_comes_first(reproduce):
+    import report  # pyright: ignore[reportMissingImports]
+
+    runs = [run_of("1 process", 10.0), run_of("1 process, batch x 2", 4.0), run_of("bsp", 5.0)]
+    page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
+    assert "- **digits, 1 process, batch x 2**, without workers: 0.40; `bsp`: 0.50." in page
+    assert page.index("without workers") < page.index("## In short")
+
+
 def test_results_are_complete_after_each_run_and_read_again(reproduce, tmp_path):
     path = tmp_path / "made" / "results.json"
     results = reproduce.Results(path)
@@ -161,7 +208,7 @@ def test_results_are_complete_after_each_run_and_read_again(reproduce, tmp_path)
 def test_files_are_trained_with_the_settings_that_were_chosen_for_generated_data(reproduce, tmp_path):
     (tmp_path / "imdb.npz").touch()
     results = reproduce.Results(tmp_path / "results.json")
-    results.chosen["reviews"] = {"bsp": {"lr": 2.0, "split": None, "every": None, "alpha": None}}
+    results.chosen["reviews"] = {"bsp": {"lr": 2.0, "split": None, "every": None, "alpha": None, "unbound": None}}
     cases = []
     runner = SimpleNamespace(results=results, run=cases.append)
     options = {"tasks": ["reviews"], "contestants": ["bsp", "easgd"], "workers": 2, "data": tmp_path}
@@ -186,7 +233,7 @@ def test_slow_workers_and_networks_have_tables_of_their_own(reproduce):
 
     runs = [run_of("1 process", 10.0), run_of("bsp", 5.0), run_of("bsp", 9.0) | {"place": "unequal"}]
     page = report.page_of({str(i): run for i, run in enumerate(runs)}, {})
-    assert "| bsp | lr x 1 | 9.0 | 0.90 |" in page[page.index("half as fast") :]
+    assert "| bsp | lr x 1, not tuned | 9.0 | 0.90 |" in page[page.index("half as fast") :]
     assert "network" not in page
 
 
