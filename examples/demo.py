@@ -57,9 +57,14 @@ def saved_accuracy(run: Path) -> float:
 
 def verdict(alone: list[Result], together: Result, workers: int) -> str:
     """Say in one or two sentences whether it pays."""
+    fastest = min(one.target_s for one in alone)
+    if math.isinf(fastest) and math.isinf(together.target_s):
+        return "Nothing can be compared: no run has reached the target. Try more --epochs."
     if math.isinf(together.target_s):
-        return f"It does not pay here: {workers} workers have not reached the target. Try more --epochs."
-    speedup = min(one.target_s for one in alone) / together.target_s
+        return f"It does not pay here: one process has reached the target, {workers} workers have not."
+    if math.isinf(fastest):
+        return f"Only the {workers} workers have reached the target, so no speed-up is known. Try more --epochs."
+    speedup = fastest / together.target_s
     fact = f"{workers} workers reach the target {speedup:.2f} times as fast as the faster one alone"
     return f"It pays: {fact}." if speedup >= PAYS else f"It does not pay here: {fact}. Are there {workers} idle cores?"
 

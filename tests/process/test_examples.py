@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -480,6 +481,31 @@ def test_the_demo_compares_and_tells_the_truth(tmp_path):
     assert verdict and float(verdict[2]) == pytest.approx(ratio, rel=0.02)
     assert (verdict[1] == "pays") == (ratio >= 1.1)
     assert f"run folder: {run}" in printed
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "together_s", "says"),
+    [
+        ((4.0, 3.0), 2.0, "It pays: 2 workers reach the target 1.50 times as fast"),
+        ((inf, 3.0), 2.0, "It pays: 2 workers reach the target 1.50 times as fast"),
+        ((2.0, 3.0), 2.0, "It does not pay here: 2 workers reach the target 1.00 times as fast"),
+        ((inf, 3.0), inf, "It does not pay here: one process has reached the target, 2 workers have not"),
+        ((inf, inf), 2.0, "Only the 2 workers have reached the target"),
+        ((inf, inf), inf, "Nothing can be compared: no run has reached the target"),
+    ],
+)
+def test_the_demo_says_who_reached_the_target(alone_s: tuple[float, float], together_s: float, says: str):
+    demo = module("demo.py")
+    one_thread, all_cores, together = (demo.Result(seconds, 0.9, 5.0) for seconds in (*alone_s, together_s))
+    assert demo.verdict([one_thread, all_cores], together, 2).startswith(says)
+
+
+@bare
+@pytest.mark.parametrize(("target", "reached"), [("0.001", r"0\.\d\d"), ("1", "inf")])
+def test_the_last_evaluation_of_rotated_digits_counts_even_if_no_epoch_is_left(target: str, reached: str):
+    pytest.importorskip("sklearn")
+    printed = alone("rotated_digits.py", "--epochs", "0", "--target", target)
+    assert re.search(rf"% after {reached} s; [\d.]+% after [\d.]+ s and 0 samples", printed), printed
 
 
 @bare

@@ -363,20 +363,26 @@ def test_kernels_load_in_the_background_and_numpys_serve_until_then(fused):
 
 
 def test_kernels_of_a_small_model_load_only_in_runs_that_last(fused):
-    text = """
+    begin = """
         import threading, time
         from maniple.rules import kernels, warm_up_in_background
         from maniple.rules.kernels import numpy_kernels
         kernels.SMALL_DELAY_S = {delay}
         warm_up_in_background(["float32"], size_bytes=1000)
-        assert kernels.kernels() is numpy_kernels
-        deadline = time.monotonic() + {wait}
+    """
+    short = """
+        time.sleep(0.2)
+        assert "maniple-kernels" not in [thread.name for thread in threading.enumerate()]
+        print(kernels.kernels().__name__)
+    """
+    long = f"""
+        deadline = time.monotonic() + {PATIENCE_S / 2}
         while kernels.kernels() is numpy_kernels and time.monotonic() < deadline:
             time.sleep(0.01)
         print(kernels.kernels().__name__)
     """
-    assert run_script(text.format(delay=600, wait=0.2)) == "maniple.rules.kernels.numpy_kernels\n"
-    assert run_script(text.format(delay=0.1, wait=PATIENCE_S / 2)) == f"{fused.__name__}\n"
+    assert run_script(begin.format(delay=600) + short) == "maniple.rules.kernels.numpy_kernels\n"
+    assert run_script(begin.format(delay=0.1) + long) == f"{fused.__name__}\n"
 
 
 def test_process_that_ends_while_kernels_load_ends_in_order(fused):

@@ -42,7 +42,7 @@ _wanted: set[str] = set()  # dtypes whose kernels are to be loaded
 _loaded: set[str] = set()
 _loading = threading.RLock()  # held meanwhile
 LARGE_BYTES = 4 << 20  # of a model for which the compiled kernels save 0.4 ms in an exchange
-SMALL_DELAY_S = 20.0  # a run that has lasted as long will last longer; the loading takes 5 % of that at most
+SMALL_DELAY_S = 20.0  # a run that has lasted that long probably lasts much longer; loading takes 5 % of that at most
 _FORK_S = 10.0  # for which a fork waits for that: to compile the kernels takes 5 s on a busy machine
 active: Kernels | None = None  # None before the first use; NumPy's while the compiled ones are being loaded
 
