@@ -2,8 +2,8 @@
 
     python examples/demo.py
 
-Every number in the table is measured by this program, on this machine, from the first training step on. Without
-maniple, the script runs twice, on one thread and on all cores; the workers are compared with the faster of the two.
+Every number is measured now, from the first training step on. The workers are compared with the faster of two runs
+without maniple, on one thread and on all cores.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "rotated_digits.py"
 PAYS = 1.1  # a smaller speed-up may be noise
 
 
@@ -58,12 +57,11 @@ def saved_accuracy(run: Path) -> float:
 def verdict(alone: list[Result], together: Result, workers: int) -> str:
     """Say in one or two sentences whether it pays."""
     fastest = min(one.target_s for one in alone)
-    if math.isinf(fastest) and math.isinf(together.target_s):
-        return "Nothing can be compared: no run has reached the target. Try more --epochs."
+    if math.isinf(fastest):
+        who = "No run has" if math.isinf(together.target_s) else f"Only the {workers} workers have"
+        return f"{who} reached the target, so no speed-up is known. Try more --epochs."
     if math.isinf(together.target_s):
         return f"It does not pay here: one process has reached the target, {workers} workers have not."
-    if math.isinf(fastest):
-        return f"Only the {workers} workers have reached the target, so no speed-up is known. Try more --epochs."
     speedup = fastest / together.target_s
     fact = f"{workers} workers reach the target {speedup:.2f} times as fast as the faster one alone"
     return f"It pays: {fact}." if speedup >= PAYS else f"It does not pay here: {fact}. Are there {workers} idle cores?"
@@ -76,9 +74,8 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.925, help="test accuracy whose time is measured (0.925)")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="parent of the run folder (runs)")
     args = parser.parse_args()
-    # Ctrl-C also reaches the child, which cleans up and exits. This process ignores it and waits for the child.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    script = [SCRIPT, "--epochs", str(args.epochs), "--target", str(args.target)]
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C also reaches the child, which cleans up and exits
+    script = [ROOT / "examples" / "rotated_digits.py", "--epochs", str(args.epochs), "--target", str(args.target)]
     run = args.runs.resolve() / f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     print("1. alone: python examples/rotated_digits.py", flush=True)
     one_thread = train(sys.executable, *script)
@@ -88,7 +85,6 @@ def main() -> None:
     maniple = [sys.executable, "-m", "maniple.cli", "run", "-n", str(args.workers), "--runs", run.parent]
     maniple += ["--name", run.name, "--target", f"accuracy>={args.target:g}"]
     together = train(*maniple, *script)._replace(accuracy=saved_accuracy(run))
-
     title = f"seconds to a test accuracy of {args.target:.1%}, and the accuracy after {args.epochs} epochs"
     table = Table("", "seconds to target", "accuracy at the end", "seconds in all", title=title, title_justify="left")
     rows = {"alone, 1 thread": one_thread, "alone, all cores": all_cores, f"{args.workers} workers": together}
@@ -96,8 +92,7 @@ def main() -> None:
         reached = "not reached" if math.isinf(one.target_s) else f"{one.target_s:.2f}"
         table.add_row(name, reached, f"{one.accuracy:.1%}", f"{one.seconds:.2f}")
     Console().print(table)
-    print(verdict([one_thread, all_cores], together, args.workers))
-    print(f"run folder: {run}")
+    print(verdict([one_thread, all_cores], together, args.workers), f"run folder: {run}", sep="\n")
 
 
 if __name__ == "__main__":
