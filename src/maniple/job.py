@@ -18,7 +18,7 @@ from maniple.host.listener import Listen
 from maniple.memory.segment import MAX_WORKERS
 from maniple.monitor.baseline import parse_baseline
 from maniple.monitor.target import parse_target
-from maniple.settings.options import DEFAULT_SEED, RunSettings, check_settings, recorded_settings
+from maniple.settings.options import DEFAULT_SEED, RunSettings, check_settings, is_bsp_excluded, recorded_settings
 from maniple.user_class import parse_arguments, parse_class
 from maniple.wire.address import Address
 from maniple.wire.codecs import get_codec
@@ -207,16 +207,18 @@ class Job(RunSettings):
     def with_default_rule(self) -> Self:
         """This job with the rule of scripts that name none: bsp if all workers are on this machine and alike.
 
-        docs/choose.md has the reasons. With a pace, workers exchange values, which bsp does not. Resumed runs keep it.
+        docs/choose.md has the reasons. A resumed run gets bsp only if it had it before, since its learning rate was
+        chosen for the rule that it began with.
         """
         starts_workers = self.script is not None or self.external is not None
-        if self.default_rule or self.rule or not starts_workers:
-            return self
+        if self.rule or not starts_workers:
+            return replace(self, default_rule=None)
+        had_another = self.resume is not None and self.default_rule != "bsp"
         listens = self.listen is not None and not (self.external and self.listen.address.is_loopback)
         is_remote = listens or bool(self.hosts) or self.ray is not None
         are_unequal = len({device.partition(":")[0] for device in self.devices}) > 1
-        needs_center = self.pace is not None or self.wire == "int8"
-        return replace(self, default_rule="easgd" if is_remote or are_unequal or needs_center else "bsp")
+        is_excluded = had_another or is_remote or are_unequal or is_bsp_excluded(self.pace, self.wire)
+        return replace(self, default_rule="easgd" if is_excluded else "bsp")
 
     @property
     def command(self) -> list[str]:
@@ -243,6 +245,11 @@ class Job(RunSettings):
     def effective_seed(self) -> int:
         """The seed of the run, which is never None."""
         return DEFAULT_SEED if self.seed is None else self.seed
+
+    @property
+    def effective_rule(self) -> str | None:
+        """The rule by which the workers are expected to share, until one does; None: not known."""
+        return self.rule or self.default_rule
 
     @property
     def world(self) -> int:

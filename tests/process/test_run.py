@@ -403,3 +403,23 @@ def test_default_rule_follows_from_the_model_and_the_options_and_is_explained(ru
     assert said in done.output and done.output.count("by default") == bool(said)
     if kind == "torch":  # a sampler that was made before suits the rule too
         assert done.log(0).count("Shard") == (rule != "EASGD(")
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ((), ["BSP(", "BSP("]),
+        (("--every", "20"), ["BSP(", "EASGD("]),
+        (("--listen", "127.0.0.1:0"), ["BSP(", "EASGD("]),
+    ],
+)
+def test_default_rule_of_a_resumed_run_suits_the_options_given_now(run, options, rules):
+    require("torch", find_spec("torch") is not None, "the script shares a torch model")
+    done = run(DEFAULT_RULE, "-n", "2", args=("torch",))
+    command = [str(MANIPLE), "run", "--resume", str(done.folder), *options]
+    again = subprocess.run(command, cwd=done.folder.parent.parent, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert again.returncode == 0, again.stdout + again.stderr
+    rows = done.events(0, "share")
+    assert [row["rule"].split("(")[0] + "(" for row in rows] == rules
+    names = [rule.lower().rstrip("(") for rule in rules]
+    assert f"rule: {names[1]} by default" in again.stdout

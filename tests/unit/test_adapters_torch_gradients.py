@@ -18,7 +18,7 @@ def test_closure_is_refused_before_it_can_part_the_replicas():
     seen, before = [], module.bias.detach().clone()
     undo = adapt(module, optimizer).before_step(lambda: seen.append(1))
     for act in (lambda: optimizer.step(lambda: 0.0), lambda: optimizer.step(closure=lambda: 0.0)):
-        with pytest.raises(InvalidArgument, match=r"closure.*LocalSGD\(k\)"):
+        with pytest.raises(InvalidArgument, match=r"closure.*--rule easgd or LocalSGD\(k\)"):
             act()
     assert not seen and (module.bias == before).all()
     optimizer.step(None)
@@ -200,3 +200,11 @@ def test_gradients_of_parameters_that_are_not_chosen_stay_local():
     adapter.reduce_moments("reset", None, None)
     assert optimizer.state[model[0].weight]["momentum_buffer"].any()
     assert not optimizer.state[model[1].weight]["momentum_buffer"].any()
+
+
+def test_sparse_gradient_is_refused_with_the_rules_that_take_it():
+    module = nn.Embedding(4, 3, sparse=True)
+    gradients = placed(adapt(module, torch.optim.SGD(module.parameters(), lr=0.1)).gradients(norm="averaged"))
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(InvalidArgument, match=r"'weight' has a sparse gradient.*sparse=False.*--rule easgd"):
+        gradients.collect()

@@ -326,3 +326,30 @@ def test_params_chooses_arrays_too():
     assert names_of(arrays, params=["w", "b"]) == ["w", "b"]
     with pytest.raises(InvalidArgument, match=r"'v'.*3 parameters"):
         adapt(arrays, params=["v"])
+
+
+# The default rule
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_optimizer", "params", "expected"),
+    [
+        (model_of_two, sgd, None, True),
+        (model_of_two, lambda module: None, None, False),
+        (model_of_two, lambda module: torch.optim.LBFGS(module.parameters()), None, False),
+        (lambda: nn.Sequential(linear(), nn.Linear(2, 1, device="meta")), sgd, None, False),
+        (lambda: nn.Sequential(linear(), nn.Linear(2, 1, device="meta")), sgd, ["0.*"], True),
+        (lambda: nn.Sequential(nn.Embedding(4, 3), linear()), sgd, None, True),
+        (lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True), linear()), sgd, None, False),
+        (lambda: nn.Sequential(nn.EmbeddingBag(4, 3, sparse=True), linear()), sgd, None, False),
+        (lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True), linear()), sgd, ["1.*"], True),
+    ],
+    ids=["dense", "no optimizer", "closure", "split", "split, not shared", "embedding", "sparse", "bag", "not shared"],
+)
+def test_bsp_suits_dense_gradients_on_the_cpu_that_a_step_does_not_compute(make, make_optimizer, params, expected):
+    module = make()
+    assert adapt(module, make_optimizer(module), params=params).suits_bsp is expected

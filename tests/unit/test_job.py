@@ -1,6 +1,5 @@
 """The job: each worker's arguments, device, cores and thread variables."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -293,6 +292,27 @@ TORCHRUN = ExternalWorkers("torchrun", 2, tie=-1)
     ],
 )
 def test_default_rule_is_synchronous_only_for_equal_workers_of_one_machine(options, expected):
-    made = job(workers=2, **options).with_default_rule()
-    assert made.default_rule == expected
-    assert replace(made, pace=None, hosts=()).with_default_rule().default_rule == expected  # a resumed run keeps it
+    assert job(workers=2, **options).with_default_rule().default_rule == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "expected"),
+    [
+        ("bsp", {}, "bsp"),
+        ("bsp", {"pace": "every:20"}, "easgd"),
+        ("bsp", {"wire": "int8"}, "easgd"),
+        ("bsp", {"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),
+        ("bsp", {"script": None}, None),  # `maniple serve`, which workers anywhere join
+        ("bsp", {"rule": "localsgd"}, None),
+        ("easgd", {}, "easgd"),
+        (None, {}, "easgd"),  # of a version that had no other
+    ],
+)
+def test_resumed_run_keeps_its_default_rule_only_if_that_suits_the_new_options(tmp_path, before, options, expected):
+    write_run(tmp_path, job(workers=2, default_rule=before))
+    assert with_saved_settings(job(workers=2, resume=tmp_path, **options), tmp_path).default_rule == expected
+
+
+def test_rule_that_is_named_counts_more_than_the_default():
+    assert job(workers=2).with_default_rule().effective_rule == "bsp"
+    assert job(workers=2, rule="localsgd").with_default_rule().effective_rule == "localsgd"

@@ -49,7 +49,7 @@ def test_workers_that_have_all_stopped_are_not_named():
 
 
 def test_default_rule_is_named_once_with_what_follows_for_the_learning_rate():
-    monitor, notice = Monitor(), RuleNotice(4)
+    monitor, notice = Monitor(), RuleNotice(4, None)
     assert notice.due(monitor) == ""  # nothing is shared yet
     monitor.shared = {"by_default": True, "meets": "gradients"}
     assert "4 times the batch: divide the batch size by worker.world, or raise the learning rate" in notice.due(monitor)
@@ -66,7 +66,11 @@ def test_default_rule_is_named_once_with_what_follows_for_the_learning_rate():
     ],
 )
 def test_rule_that_needs_no_explanation_gets_none(shared, workers, text):
-    assert RuleNotice(workers).due(Monitor(shared)) == text
+    assert RuleNotice(workers, None).due(Monitor(shared)) == text
+
+
+def test_default_rule_is_not_explained_where_the_command_line_names_one():
+    assert RuleNotice(4, "easgd").due(Monitor({"by_default": True, "meets": "gradients"})) == ""
 
 
 def test_worker_for_which_the_others_wait_is_named_once_with_the_remedy():
@@ -89,3 +93,13 @@ def test_worker_for_which_the_others_wait_is_named_once_with_the_remedy():
 )
 def test_workers_of_one_speed_are_left_alone(meets, workers):
     assert SlowWorkerNotice().due(Monitor({"meets": meets}, workers)) == ""
+
+
+@pytest.mark.parametrize("state", ["training", "starting"])
+def test_waits_before_a_run_was_resumed_do_not_count(state):
+    workers = waiting(0.4, 0.02)
+    for one in workers.values():
+        one.state = state
+        if state == "training":  # it has joined again; else its newest counts are those of its last life
+            one.before, one.now = one.now, Counts(step=1, elapsed_s=1.0, split=dict.fromkeys(one.now.split, 0.25))
+    assert SlowWorkerNotice().due(Monitor({"meets": "gradients"}, workers)) == ""

@@ -526,6 +526,19 @@ def test_the_exit_code_of_a_worker_that_failed_before_the_run_was_resumed_is_not
     assert written.run_state().exit_code == 3
 
 
+def test_workers_share_by_the_rule_of_this_life_of_the_run(written):
+    written.row("host", "start", 0, workers=1)
+    written.row(0, "share", 1, rule="BSP()", pace="Every(1)")
+    state = written.run_state()
+    assert state.shared["rule"] == "BSP()"
+    written.row("host", "start", 10, workers=1)
+    state.refresh()
+    assert not state.shared, "nobody has shared yet"
+    written.row(0, "share", 11, rule="EASGD()", pace="Every(10)")
+    state.refresh()
+    assert state.shared["rule"] == written.run_state().shared["rule"] == "EASGD()"
+
+
 def test_the_summary_of_a_resumed_run_divides_by_the_time_of_all_lives(written):
     board = RunMonitor(write_two_lives(written).folder, 1)
     board.refresh()

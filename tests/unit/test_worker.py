@@ -3,6 +3,7 @@ that are none."""
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -154,6 +155,35 @@ def test_script_that_balances_samples_gets_no_synchronous_rule_by_default(joined
     assert worker._default_rule() == maniple.BSP()
     worker.sampler(10, balance=True)
     assert worker._default_rule() == maniple.EASGD()
+
+
+def test_pace_or_wire_of_the_environment_excludes_bsp_as_the_default(joined, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+    asked = TWO.replace(default_rule="bsp", device="cpu")
+    for environment in (asked.replace(pace="every:20"), asked.replace(wire="int8")):
+        monkeypatch.setattr(module, "_joined", None)
+        assert joined(environment)._default_rule() == maniple.EASGD()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("options", "sampler", "is_warned"),
+    [
+        ({}, {}, True),
+        ({"rule": "easgd"}, {}, False),  # so the samples are leased
+        ({"pace": "every:5"}, {}, False),
+        ({}, {"static": True}, False),  # as asked for
+        ({}, {"validation": True}, False),
+    ],
+)
+def test_fixed_shares_for_an_asynchronous_rule_are_warned_of(joined, monkeypatch, options, sampler, is_warned):
+    worker = joined(TWO.replace(default_rule="bsp", device="cpu", **options))
+    with monkeypatch.context() as imported:
+        imported.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+        worker.sampler(10, **sampler)
+    warned = pytest.warns(UserWarning, match=r"fixed share.* Call share\(\) before worker\.sampler\(\)")
+    with warned if is_warned else nullcontext():
+        worker.share({"w": np.zeros(3)}, rule=maniple.EASGD())
 
 
 def test_balance_that_has_no_effect_is_warned_of(joined):

@@ -31,12 +31,14 @@ class Adapter:
     Attributes:
         entries: the shared arrays: parameters first, then buffers, then optimizer state.
         has_optimizer: an optimizer was given whose steps call the hooks of `on_step` and `before_step`.
+        suits_bsp: the default rule may be bsp, since gradients can be averaged before each step of the optimizer.
         device: where the parameters are, in torch's terms: "cpu" or "cuda:0".
         local_buffers: names of floating-point buffers that are not shared, because they were not finite.
     """
 
     entries: list[Entry]
     has_optimizer: bool = False
+    suits_bsp: bool = False
     device: str = "cpu"
     local_buffers: Sequence[str] = ()
 

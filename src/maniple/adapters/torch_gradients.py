@@ -116,7 +116,7 @@ class TorchGradients(FlatGradients):
             elif grad.is_sparse:
                 raise InvalidArgument(
                     f"{self.layout.entries[i].name!r} has a sparse gradient, which has no place in a flat vector. "
-                    "Build its layer with sparse=False."
+                    "Build its layer with sparse=False, or share parameters instead of gradients: --rule easgd."
                 )
             elif grad.data_ptr() != view.data_ptr():
                 targets.append(view)

@@ -129,7 +129,8 @@ class TorchAdapter(Adapter):
             if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
                 raise InvalidArgument(
                     "optimizer.step(closure) computes gradients after the workers have averaged theirs, so replicas "
-                    "would part. Call backward() before step(), or average parameters: LocalSGD(k)."
+                    "would part. Call backward() before step(), or share parameters instead of gradients: --rule easgd "
+                    "or LocalSGD(k)."
                 )
             act()
 
@@ -221,6 +222,16 @@ class TorchAdapter(Adapter):
         """The GPU that holds all parameters, else the CPU."""
         found = {str(p.device) for name, p in self._module.named_parameters() if name in self._shared_names}
         return found.pop() if len(found) == 1 and all(name.startswith("cuda") for name in found) else "cpu"
+
+    @property
+    def suits_bsp(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bsp may be the default rule: it was measured on the CPU, and refuses closures and sparse gradients."""
+        if self._optimizer is None or isinstance(self._optimizer, torch.optim.LBFGS):
+            return False
+        shared = {id(p): p for name, p in self._module.named_parameters() if name in self._shared_names}
+        embeddings = [layer for layer in self._module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+        has_sparse = any(layer.sparse and id(layer.weight) in shared for layer in embeddings)
+        return not has_sparse and all(p.device.type == "cpu" for p in shared.values())
 
     def synchronise_norm(self, total: Callable[[Array], None]) -> Unhook:
         return synchronise(self._module, total)

@@ -52,8 +52,8 @@ class TargetNotice:
 class RuleNotice:
     """Reports once by which rule the workers share, where neither the script nor the command line names one."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers, self._is_done = workers, workers < 2
+    def __init__(self, workers: int, rule: str | None) -> None:
+        self._workers, self._is_done = workers, workers < 2 or rule is not None
 
     def due(self, monitor: RunMonitor) -> str:
         """The notice, once a worker has shared a model; else ""."""
@@ -82,7 +82,9 @@ class SlowWorkerNotice:
         """The notice, if some worker has lost much of its time and another, for which it waits, hardly any; else ""."""
         if self._is_done or monitor.shared.get("meets", "center") == "center":
             return ""
-        splits = {rank: one.total.split for rank, one in monitor.workers.items() if one.total.step and not one.is_gone}
+        # Only since each was last started: a resumed run may have had another rule, or other workers, before.
+        training = {rank: one.now for rank, one in monitor.workers.items() if one.state == "training" and one.now.step}
+        splits = {rank: now.split for rank, now in training.items()}
         spent_s = {rank: sum(split.values()) for rank, split in splits.items()}
         if len(splits) < 2 or min(spent_s.values()) < _SLOW_AFTER_S:
             return ""

@@ -24,7 +24,7 @@ def start_host(job: Job) -> tuple[Job, Host]:
         return job, Host.start(shared_memory(), job.runs, name, job.record(), keep=job.keep, arrays=job.arrays)
     check_no_live_host(run)
     given = {"rule": job.rule is not None, "pace": job.pace is not None}
-    job = with_saved_settings(job, run).with_default_rule()
+    job = with_saved_settings(job, run)
     # `maniple serve` is often started by a service manager, which cannot choose another snapshot.
     falls_back = job.script is None
     host = Host.resume(shared_memory(), run, job.record(), which=job.snapshot, falls_back=falls_back, keep=job.keep)
@@ -33,7 +33,7 @@ def start_host(job: Job) -> tuple[Job, Host]:
 
 
 def with_saved_settings(job: Job, run: Path) -> Job:
-    """`job` with the settings that the run was started with, where the job gives none.
+    """`job` with the settings that the run was started with, where the job gives none, and the default rule for both.
 
     Limits are kept only for `maniple serve`, which service managers restart; for a person who resumes a run, only the
     limits given now apply.
@@ -53,7 +53,7 @@ def with_saved_settings(job: Job, run: Path) -> Job:
         saved |= {} if job.snapshot_epochs is not None else {"snapshot_epochs": before["snapshot_epochs"]}
     if job.script is None and job.limits == Limits():
         saved["limits"] = Limits(**{one.name: before[one.name] for one in settings_of(Limits) if one.name in before})
-    return replace(job, **saved)
+    return replace(job, **saved).with_default_rule()
 
 
 def command_to_resume(run: Path) -> str | None:

@@ -105,7 +105,7 @@ class _JobRun:
         self._monitor = RunMonitor(host.folder, job.workers, from_now_on=True)
         self._display = open_display(quiet=job.quiet, is_json=job.is_json, is_brief=self._has_host_job)
         self._stop_notices, self._validation_notice = StopNotices(), ValidationNotice(job, host)
-        self._rule_notice, self._slow_notice = RuleNotice(job.workers), SlowWorkerNotice()
+        self._rule_notice, self._slow_notice = RuleNotice(job.workers, job.rule), SlowWorkerNotice()
         self._target_notice = TargetNotice()
         self._stop_grace: Deadline | None = None  # since `maniple stop` was noticed
         self._display_error = ""  # why something could not be shown
@@ -280,14 +280,14 @@ class _JobRun:
             who = f"{count(left, 'worker')} {'is' if left == 1 else 'are'}" if left else "no other is"
             return f", and {who} left, below --min-workers {self._job.min_workers}, so the run ends"
         uses_torch = self._job.collectives == "torch" or bool(self._job.hosts)
-        if uses_torch and self._monitor.is_synchronous(self._job.rule or self._job.default_rule):
+        if uses_torch and self._monitor.is_synchronous(self._job.effective_rule):
             return ", and collectives over torch cannot continue without it, so the run ends"
         return ""
 
     def _loss_advice(self, why: str, left: int) -> str:
         """The rest of the message about a lost worker, while the others continue."""
         memory = " (out of memory? `dmesg` tells)" if why == "killed by SIGKILL" else ""
-        if self._monitor.is_synchronous(self._job.rule or self._job.default_rule):
+        if self._monitor.is_synchronous(self._job.effective_rule):
             replacement = ". Its share of each epoch is left out from now on"
         else:
             listen = "" if self._listener.address else " in a run with --listen"

@@ -115,7 +115,7 @@ class RunState:
         first_step: end of the first step of any worker, or 0: training time counts from here.
         baseline, target_search: what run.json says of them, see `describe`.
         epoch_size: samples of one epoch, or 0; `validations`: validations of the center so far.
-        shared: the first row in which a worker reported its rule and pace.
+        shared: the newest row in which a worker shared a model in this life of the run; empty before that.
         stop: when and why the controller stopped the run.
         exit_code: requested by the error of the first worker that failed.
         host_exit_code: exit code of the run; None while it is running.
@@ -327,6 +327,8 @@ class RunState:
         self.host_exit_code = self.exit_code = None
         self._started_by_host.clear()
         self._starts.append(when)
+        if self.shared and self.shared["timestamp"] < when:
+            self.shared = {}
         for rank in range(int(row.get("workers") or 0)):
             self.worker(rank).set_state(self._initial_state, when)
 
@@ -354,7 +356,9 @@ class RunState:
             worker.wait(row)
         elif kind in {"share", "changed"}:
             worker.share(row)
-            self.shared = self.shared or row
+            oldest = max(self._starts, default=0.0)
+            if kind == "share" and when >= max(oldest, self.shared.get("timestamp", 0.0)):
+                self.shared = row
         elif kind == "validated":
             self.validations += 1
             self.logged.add_rows(CENTER, [row])

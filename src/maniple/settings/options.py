@@ -187,7 +187,8 @@ class SharedSettings:
     """What every process of a run needs to know. The launcher passes it on by environment variables."""
 
     rule: str | None = setting(
-        None, f"What an exchange does: {', '.join(RULES)}. Parameters follow a colon: easgd:alpha=0.5.", ALL,
+        None, f"What an exchange does: {', '.join(RULES)}. Parameters follow a colon: easgd:alpha=0.5. Default: bsp "
+        "for torch models on the CPU if all workers are on this machine, else easgd.", ALL,
         metavar="RULE", group=RULE, leads=True, folder=True, resume="kept", joins=True, readers="external",
     )  # fmt: skip
     default_rule: str | None = setting(None, resume="kept", joins=True)  # where no rule is named
@@ -335,10 +336,17 @@ class LaunchOptions:
         group=WORKERS,
     )  # fmt: skip
     every: int | None = setting(
-        None, "Exchange every N steps.", ALL, metavar="N", group=RULE, folder=True, resume="kept"
+        None,
+        "Exchange every N steps. Without --rule, by easgd.",
+        ALL,
+        metavar="N",
+        group=RULE,
+        folder=True,
+        resume="kept",
     )
     maximum_rate: float | None = setting(
-        None, "Spend at most this share of the time on exchanges: 0.5 / workers is a good start.", ALL,
+        None, "Spend at most this share of the time on exchanges: 0.5 / workers is a good start. Without --rule, by "
+        "easgd.", ALL,
         metavar="SHARE", group=RULE, folder=True, resume="kept",
     )  # fmt: skip
     listen: str | None = setting(
@@ -477,6 +485,11 @@ def recorded_settings(values: Any) -> dict[str, Any]:
                 value = str(Path(value).resolve())
             record[one.record_key] = list(value) if isinstance(value, tuple) else value
     return record
+
+
+def is_bsp_excluded(pace: object, wire: str | None) -> bool:
+    """Bsp cannot be the default: with a pace, workers exchange values, and int8 corrects its errors at a center."""
+    return pace is not None or wire == "int8"
 
 
 def joining_settings(values: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from maniple.replica import Replica, sharing_for
 from maniple.replica.context import StopAfter, TrainingContext
 from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler, Shard
+from maniple.settings.options import is_bsp_excluded
 from maniple.worker.collective_groups import CollectiveGroups
 from maniple.worker.shutdown import SignalHandler, check_host_lost, warn_unshared, watch_exit
 
@@ -95,6 +96,7 @@ class Worker(CollectiveCalls):
         self._samples, self._events, self._replicas = context.samples, context.events, context.replicas
         self._own_policy = DefaultPolicy(environment.limits)  # the controller of a worker alone
         self._has_asked = self._is_balanced = False
+        self._expects_bsp = False  # a sampler has fixed shares only because bsp seemed to be the default
         self._collective_groups = CollectiveGroups(environment, connection, self._events, context.exit_if_signalled)
         self._feeds = Feeds(environment, self._events, self._is_stopping)
         if not environment.is_alone:
@@ -183,10 +185,16 @@ class Worker(CollectiveCalls):
         """
         adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         is_default = rule is None and self._environment.rule is None
-        needs_center = pace is not None or wire == "int8" or bool(state) or not lock
+        needs_center = bool(state) or not lock or is_bsp_excluded(pace, wire)
         default = EASGD() if needs_center else self._default_rule(adapter)
         rule, pace, wire = _resolve_settings(self._environment, rule, pace, wire, default)
         check_rule(self._environment, rule)
+        if self._expects_bsp and not rule.is_synchronous and not self._replicas:
+            warnings.warn(
+                f"the sampler was made before share() chose {type(rule).__name__}, so each worker has a fixed share, "
+                "and nobody takes over that of a dead one. Call share() before worker.sampler(), or name it by --rule",
+                stacklevel=2,
+            )
         if stop is not None:
             self._context.stop_after = stop
         if adapter.local_buffers and not self._environment.is_alone:
@@ -271,11 +279,14 @@ class Worker(CollectiveCalls):
                 "--rule easgd, fast workers take more samples",
                 stacklevel=2,
             )
+        is_static = self._is_synchronous if static is None else static
+        is_guess = static is None and self.world > 1 and not (self._replicas or self._environment.rule)
+        self._expects_bsp |= is_guess and is_static and not (validation or self._environment.deterministic)
         self._events.write("sampler", size=count, validation=validation)
         return self._samples.sampler(
             count,
             lender=None if self._connection is None else self._connection.lender,
-            static=self._is_synchronous if static is None else static,
+            static=is_static,
             balance=balance,
             shuffle=shuffle,
             chunk=chunk,
@@ -436,11 +447,11 @@ class Worker(CollectiveCalls):
         measured on GPUs. Before a model is shared, a script that has imported torch is expected to share one of torch.
         A script that balances its samples expects workers of unequal speed, for which a synchronous rule is no choice.
         """
-        has_gradients = "torch" in sys.modules if adapter is None else adapter.has_optimizer
-        is_on_cpu = (self.device if adapter is None else adapter.device) == "cpu"
-        default = self._environment.default_rule
-        is_suitable = has_gradients and is_on_cpu and not self._is_balanced
-        return parse_rule(default) if default and is_suitable else EASGD()
+        environment = self._environment
+        has_torch = "torch" in sys.modules and self.device == "cpu"
+        is_suitable = has_torch if adapter is None else adapter.suits_bsp
+        is_excluded = self._is_balanced or is_bsp_excluded(environment.pace, environment.wire)
+        return parse_rule(environment.default_rule or "easgd") if is_suitable and not is_excluded else EASGD()
 
     def _rest(self) -> None:
         """Let other workers continue without this one, which waits for their samples."""
