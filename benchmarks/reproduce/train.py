@@ -5,9 +5,10 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python train.py digits --way ddp --out curve.json
 
 The learning rate decreases linearly to zero over the samples of the run, as is usual (for MSync, over the rounds).
-Copies of the parameters are kept ten times a second while the model trains, the center's where there is one, and are
-evaluated afterwards: evaluation takes no time from the training, and all contestants are treated alike. The clock
-starts when all workers are ready, so imports and compilation are not counted.
+Copies of the parameters are kept while the model trains, the center's where there is one, and are evaluated afterwards:
+evaluation takes no time from the training. They are kept at the same numbers of samples in every contestant, since a
+noisy curve that is looked at more often reaches a target sooner. The clock starts when all workers are ready, so
+imports and compilation are not counted.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from tasks import TASKS, TIMED, Task
 
-MOST_COPIES = 32  # that are evaluated; of a longer run, every second or third one
+COPIES = 32  # of a run, at equal distances
 
 
 class Plain:
@@ -129,7 +130,7 @@ class Maniple(Plain):
 WAYS = {"plain": Plain, "ddp": Ddp, "maniple": Maniple}
 
 
-def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pause: float = 0) -> dict[str, Any]:
+def train(task: Task, way: Plain, lr: float, epochs: int, pause: float = 0) -> dict[str, Any]:
     """Train, and return the learning curve: seconds, samples of all workers, and the metric of the test set.
 
     With `pause`, this process sleeps after each step for that multiple of the step's time: it is a slower machine.
@@ -141,7 +142,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pau
         task.loss(trained, task.x[index], task.y[index]).backward()
     optimizer.zero_grad()
     copies: list[tuple[float, int, dict[str, torch.Tensor]]] = []
-    samples, due_s = 0, 0.0
+    samples, interval = 0, epochs * len(task.x) / COPIES
 
     def keep() -> None:
         if way.rank == 0:
@@ -156,9 +157,8 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pau
         of_epoch = 0
         for index in way.batches(epoch):
             begin = time.perf_counter()
-            if begin - start >= due_s:
+            if way.all_samples(samples) >= len(copies) * interval:
                 keep()
-                due_s = time.perf_counter() - start + interval_s
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - way.progress((epoch + min(1.0, of_epoch / share)) / epochs))
             optimizer.zero_grad()
@@ -175,8 +175,7 @@ def train(task: Task, way: Plain, lr: float, epochs: int, interval_s: float, pau
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         torch.set_num_threads(os.cpu_count() or 1)
-    stride = math.ceil(len(copies) / MOST_COPIES) or 1
-    for seconds, count, state in [*copies[:-1:stride], *copies[-1:]]:
+    for seconds, count, state in copies:
         model.load_state_dict(state)
         curve.append((round(seconds, 3), count, round(task.evaluate(model), 5)))
     return {"curve": curve, "seconds": own_s, "cpu_s": cpu_s, "world": way.world}
@@ -193,7 +192,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=1, help="batch of one process, in multiples of the task's (1)")
     parser.add_argument("--threads", type=int, default=1, help="of each process (1)")
     parser.add_argument("--slow", type=float, default=1.0, help="worker 1 takes this many times as long for a step (1)")
-    parser.add_argument("--interval", type=float, default=0.1, help="seconds between two copies of the parameters")
     parser.add_argument("--data", type=Path, help="a file that replaces generated data")
     parser.add_argument("--out", type=Path, help="the file for the curve (standard output)")
     args = parser.parse_args()
@@ -206,7 +204,7 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same first values on every worker, and in every contestant
     epochs = task.epochs if args.epochs is None else args.epochs
     pause = args.slow - 1 if way.rank == 1 else 0
-    found = train(task, way, args.lr * task.lr, epochs, args.interval, pause)
+    found = train(task, way, args.lr * task.lr, epochs, pause)
     found |= {"metric": task.metric, "target": task.target}
     if way.rank == 0:
         text = json.dumps(found)
