@@ -14,12 +14,12 @@ session, since Linux gives every session an equal share of the processors. Run i
 The grid: the learning rate of the task times 1/2, 1 and 2; for workers also with the task's batch divided among them,
 times 1/2 and 1; beyond these by factors of 2 while the best is at the edge. Then, for rules with a period, 3 and 30
 steps beside the default of 10 (for Downpour, 3 and 10 beside 1); then, for EASGD, alpha = 0.2 beside "auto"; for DDP,
-processes that are not bound to a core each. One process is also tried with twice the batch, which is what workers with
-whole batches have together, with the learning rate times 1 and 2: a larger batch may pay more than a second worker.
-Each is chosen on seed 100, which no result uses, by the samples to the target times the median time of a sample, since
-one run may meet a slow moment of the machine. One process on all cores takes the settings of one on one core. The rules
-that a newcomer would try are also measured untuned: with the learning rate and the batch of one process, and the rule's
-own defaults.
+which computes what bsp does and takes its learning rate and batch, processes that are not bound to a core each. One
+process is also tried with twice the batch, which is what workers with whole batches have together, with the learning
+rate times 1 and 2: a larger batch may pay more than a second worker. Each is chosen on seed 100, which no result uses,
+by the samples to the target times the median time of a sample, since one run may meet a slow moment of the machine. One
+process on all cores takes the settings of one on one core. The rules that a newcomer would try are also measured
+untuned: with the learning rate and the batch of one process, and the rule's own defaults.
 
 The speed of a machine changes from hour to hour, so compare only what was measured together: --again measures anew what
 is known already, and the report warns of rows that are faster than one process in the same table could explain.
@@ -271,8 +271,11 @@ class Runner:
             print(f"{minutes:5.1f} min  {case.key:<60} {reached:>12}  {final} ({seconds:.0f} s)", flush=True)
         return self.results.runs[case.key]
 
-    def tuned(self, case: Case) -> Setting:
-        """The best setting of a contestant: learning rate first, then period, then alpha."""
+    def tuned(self, case: Case, same: Setting | None = None) -> Setting:
+        """The best setting of a contestant: learning rate first, then period, then alpha.
+
+        `same` has the learning rate and the batch of one that computes the same, and is known to be the best.
+        """
 
         def best(settings: list[Setting]) -> Setting:
             tried = [self.run(replace(case, setting=setting, seed=TUNING_SEED)) for setting in settings]
@@ -288,8 +291,8 @@ class Runner:
         rates = [Setting(lr) for lr in (OF_DOUBLE_BATCHES if case.contestant == TWICE else LEARNING_RATES)]
         if case.workers > 1:
             rates += [Setting(lr, split=True) for lr in OF_DIVIDED_BATCHES]
-        chosen = best(rates)
-        while (beyond := beyond_edge(chosen, rates)) is not None:
+        chosen = best(rates) if same is None else Setting(same.lr, same.split)
+        while same is None and (beyond := beyond_edge(chosen, rates)) is not None:
             rates.append(beyond)
             chosen = best(rates)
         if periods := PERIODS.get(case.contestant):
@@ -331,9 +334,10 @@ def play(runner: Runner, options: argparse.Namespace) -> None:
             known = {} if options.full else runner.results.chosen.get(task, {})  # for files: as for generated data
             chosen = runner.results.chosen.setdefault(cases[0].group, dict(known))
             if options.full:
-                for case in cases:
+                for case in sorted(cases, key=lambda one: one.contestant == DDP):
+                    same = chosen.get(label_of("bsp", case.workers)) if case.contestant == DDP else None
                     if case.contestant not in SINGLE:
-                        chosen[case.label] = asdict(runner.tuned(case))
+                        chosen[case.label] = asdict(runner.tuned(case, Setting(**same) if same else None))
                 for all_cores, one_core in SINGLE.items():
                     chosen[all_cores] = chosen.get(one_core, asdict(Setting()))
                 runner.results.save()

@@ -179,7 +179,7 @@ def page_of(runs: dict[str, Run], chosen: Chosen) -> str:
     lines += ["Untuned, with the learning rate and the batch of one process:", "", *_losses(untuned), ""]
     lines += ["## In short", "", SUMMARY, "Every contestant tuned by the same grid:", "", *_summary(tuned), ""]
     lines += _doubts(tuned)
-    lines += default_lines(tuned)
+    lines += default_lines(tuned, untuned)
     lines += [
         "Rules untuned: `maniple run -n 2 --rule RULE` with the learning rate and the batch of one process, and the "
         "rule's own defaults. One process and DDP are tuned.", "", *_summary(untuned), "",
@@ -272,10 +272,12 @@ def _doubts(tasks: dict[str, dict[str, Row]]) -> list[str]:
 DEFAULT_TEXT = """The default on one machine, `bsp`, with the settings of this table. *Time* to the target follows
 from *speed*, samples per second, and from *samples* to the target. The limit of the speed is that of processes that do
 not wait for each other, each as fast as one alone. *Least*: the time that such processes would need, as a share of that
-of one process on all cores, for the same number of samples.
+of one process on all cores, for the same number of samples. *Untuned*: the time / all cores with the learning rate and
+the batch of one process; it is below that of the chosen setting where the one seed of the grid has misled. *Alone*: the
+final quality of one process.
 
-| task | time / all cores | least | / DDP | speed / all cores | / limit | samples / 1 process | final | of 1 process |
-|---|---|---|---|---|---|---|---|---|"""
+| task | time / all cores | untuned | least | / DDP | speed / all cores | / limit | samples / 1 process | final | alone |
+|---|---|---|---|---|---|---|---|---|---|"""
 REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *Least*: torch's threads make one
 process faster on all cores, so that workers without any cost could gain no more than that column says. *Speed / limit*
 is what the barriers cost, and, if the batch is divided, that a step on half of a batch takes more than half of the
@@ -285,14 +287,16 @@ sample.
 DEFAULT = "bsp"  # of workers on one machine, see `Job.with_default_rule`
 
 
-def default_lines(tuned: dict[str, dict[str, Row]]) -> list[str]:
+def default_lines(tuned: dict[str, dict[str, Row]], untuned: dict[str, dict[str, Row]]) -> list[str]:
     """The default rule against one process with as many threads and against DDP, and where the difference is from."""
     lines: list[str] = []
     for task, rows in tuned.items():
         if {DEFAULT, ALONE, ALL_CORES} <= rows.keys():
             row, alone, all_cores = rows[DEFAULT], rows[ALONE], rows[ALL_CORES]
+            newcomer = untuned.get(task, {}).get(DEFAULT)
             numbers = [
                 ratio(row, all_cores.median_s),
+                ratio(newcomer, all_cores.median_s) if newcomer else None,
                 all_cores.rate / (row.workers * alone.rate),
                 ratio(row, rows[DDP].median_s if DDP in rows else None),
                 row.rate / all_cores.rate,

@@ -110,8 +110,8 @@ def test_learning_rates_and_batches_are_compared_by_the_samples_to_the_target(re
     runs += [tried("bsp", 0.5, None), tried("bsp", 1.0, 105, split=True)]
     runs += [run_of("bsp", 5.0), tried("bsp", 1.0, 1) | {"setting": UNTUNED | {"every": 3}}]
     page = "\n".join(grid.learning_rates(runs))
-    assert "| 1 process | 2.00 | 1.00 |  |  |  |" in page
-    assert "| bsp | - | 1.50 | 1.10 |  | 1.05 |" in page
+    assert "| 1 process | 2.00 | 1.00 |  |  |  |  |  |" in page
+    assert "| bsp | - | 1.50 | 1.10 |  |  | 1.05 |  |" in page
 
 
 def test_periods_are_compared_at_the_chosen_learning_rate(reproduce):
@@ -123,6 +123,8 @@ def test_periods_are_compared_at_the_chosen_learning_rate(reproduce):
     runs = [run_of("easgd", seconds, grid.TUNING_SEED, setting) for setting, seconds in tried]
     page = "\n".join(grid.periods(runs, {"digits": {"easgd": best}}))
     assert "| digits | easgd | - |  | 0.50 | 1.25 |" in page
+    runs[1]["to_target_s"] = None  # the default
+    assert "| digits | easgd | - | - | 4.0 s | 1.25 |" in "\n".join(grid.periods(runs, {"digits": {"easgd": best}}))
 
 
 def test_final_quality_is_shown_against_the_length_of_the_run(reproduce):
@@ -147,7 +149,7 @@ def test_default_rule_is_compared_with_all_cores_and_ddp_and_the_difference_expl
     runs = [run_of("1 process", 10.0), run_of("1 process, all cores", 8.0), run_of("DDP", 6.0)]
     page = report.page_of({str(i): run for i, run in enumerate([*runs, run_of("bsp", 3.0) | fast])}, {})
     # 100 samples in 4 s instead of 10: 2.5 times the speed, 1.25 times that of two processes; 99 samples instead of 90.
-    assert "| digits | 0.38 | 0.50 | 0.50 | 2.50 | 1.25 | 1.10 | 95.0% | 95.0% |" in page
+    assert "| digits | 0.38 | 0.38 | 0.50 | 0.50 | 2.50 | 1.25 | 1.10 | 95.0% | 95.0% |" in page
 
 
 def test_grid_is_extended_while_the_best_learning_rate_is_at_its_edge(reproduce, tmp_path):
@@ -174,6 +176,9 @@ def test_grid_is_extended_while_the_best_learning_rate_is_at_its_edge(reproduce,
     assert [lr for lr, _, _ in dict.fromkeys(tried["1 process"])] == [0.5, 1.0, 2.0, 0.25, 0.125], "1/16 is too far"
     assert [lr for lr, _, _ in dict.fromkeys(tried["1 process, batch x 2"])] == [1.0, 2.0, 4.0]
     assert chosen["DDP"].unbound and not chosen["bsp"].unbound
+    tried.clear()
+    like_bsp = runner.tuned(reproduce.Case("digits", "DDP", 2, reproduce.Setting(), 0), chosen["bsp"])
+    assert tried == {"DDP": [(4.0, None, None), (4.0, None, True)]} and like_bsp.lr == 4.0
 
 
 def test_rows_that_are_faster_than_the_machine_are_doubted(reproduce):
