@@ -273,10 +273,10 @@ DEFAULT_TEXT = """The default on one machine, `bsp`, with the settings of this t
 from *speed*, samples per second, and from *samples* to the target. The limit of the speed is that of processes that do
 not wait for each other, each as fast as one alone. *Least*: the time that such processes would need, as a share of that
 of one process on all cores, for the same number of samples. *Untuned*: the time / all cores with the learning rate and
-the batch of one process; it is below that of the chosen setting where the one seed of the grid has misled. *Alone*: the
-final quality of one process.
+the batch of one process; it is below that of the chosen setting where the one seed of the grid has misled. *Alone*: one
+process on one core, and its final quality.
 
-| task | time / all cores | untuned | least | / DDP | speed / all cores | / limit | samples / 1 process | final | alone |
+| task | time / all cores | untuned | least | / DDP | speed / all cores | / limit | samples / alone | final | alone |
 |---|---|---|---|---|---|---|---|---|---|"""
 REASONS = """Where `bsp` takes much more than half of the time, the table shows why. *Least*: torch's threads make one
 process faster on all cores, so that workers without any cost could gain no more than that column says. *Speed / limit*
