@@ -337,6 +337,8 @@ def draw(rows: dict[str, Row], path: Path) -> None:
         axes.set_ylim(2.5 * first["target"] - 1.5 * max(reached), max(reached) + 0.2 * (1 - max(reached)))
     else:
         axes.set_ylim(0.97 * min(reached), 2 * first["target"] - 0.6 * min(reached))
+    if ALONE in rows:  # a contestant that takes much longer would leave no room for the others
+        axes.set_xlim(0, 1.5 * max(run["curve"][-1][0] for run in rows[ALONE].runs))
     axes.set_xlabel("seconds of training")
     axes.set_ylabel(f"{first['metric']} of the test set")
     axes.grid(alpha=0.3)
