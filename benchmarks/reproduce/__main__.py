@@ -21,7 +21,7 @@ by the samples to the target times the median time of a sample, since one run ma
 process on all cores takes the settings of one on one core. The rules that a newcomer would try are also measured
 untuned: with the learning rate and the batch of one process, and the rule's own defaults.
 
-The speed of a machine changes from hour to hour, so compare only what was measured together: --again measures anew what
+The speed of a machine changes from hour to hour, so compare only what was measured together: --again repeats what
 is known already, and the report warns of rows that are faster than one process in the same table could explain.
 """
 
@@ -68,10 +68,8 @@ PERIODS: dict[str, tuple[int, ...] | None] = {
     "easgd:sync=true": (10, 3, 30),
     "downpour:sync=true": (1, 3, 10),
 }
-SINGLE = {
-    ALL_CORES: ALONE,
-    TWICE_ALL_CORES: TWICE,
-}  # one process on all cores, and on one, from which it takes its settings
+# One process on all cores, and the one on one core from which it takes its settings.
+SINGLE = {ALL_CORES: ALONE, TWICE_ALL_CORES: TWICE}
 CONTESTANTS = (ALONE, ALL_CORES, TWICE, TWICE_ALL_CORES, DDP, *PERIODS)
 MAIN = (ALONE, ALL_CORES, DDP, "bsp", "localsgd", "easgd")
 
@@ -417,7 +415,7 @@ def main() -> None:
     if not is_full:
         results.chosen = Results(FULL).chosen  # what the full part has chosen; no settings of this machine's own
     if not options.report:
-        known = f"{len(results.runs)} runs are known" + (" (--again measures them anew)" if results.runs else "")
+        known = f"{len(results.runs)} runs are known" + (" (--again repeats them)" if results.runs else "")
         print(f"results: {results.path.relative_to(ROOT)}; {known}", flush=True)
         if options.workers > len(CORES):
             print(f"{options.workers} workers share {len(CORES)} cores: they cannot be faster than {len(CORES)}.")

@@ -98,7 +98,7 @@ def _share(
 LENGTHS = """## Short and long runs
 
 The quality at the end of runs of other lengths, whose learning rate decreases to zero over the run, with the settings
-that were chosen for the length in bold. Medians over the seeds.
+that were chosen for the length in bold. Medians over the seeds, of which other lengths may have fewer.
 
 | task | epochs | 1 process | bsp | easgd |
 |---|---|---|---|---|"""

@@ -533,7 +533,7 @@ def test_workers_share_by_the_rule_of_this_life_of_the_run(written):
     assert state.shared["rule"] == "BSP()"
     written.row("host", "start", 10, workers=1)
     state.refresh()
-    assert not state.shared, "nobody has shared yet"
+    assert not state.shared, "no worker has shared yet"
     written.row(0, "share", 11, rule="EASGD()", pace="Every(10)")
     state.refresh()
     assert state.shared["rule"] == written.run_state().shared["rule"] == "EASGD()"
