@@ -192,7 +192,7 @@ class Worker(CollectiveCalls):
         if self._expects_bsp and not rule.is_synchronous and not self._replicas:
             warnings.warn(
                 f"the sampler was made before share() chose {type(rule).__name__}, so each worker has a fixed share, "
-                "and no other takes over that of a dead one. Call share() before worker.sampler(), or name it by --rule",
+                "and that of a dead one is left out. Call share() before worker.sampler(), or name it by --rule",
                 stacklevel=2,
             )
         if stop is not None:
