@@ -177,7 +177,7 @@ def test_the_command_line_chooses_rule_and_pace(run):
     limited = run(script, "-n", "1", "--rule", "easgd:alpha=0.25", "--maximum-rate", "0.1")
     (share,) = limited.events(0, "share")
     assert (share["rule"], share["pace"]) == (
-        "EASGD(alpha=0.25, center_alpha=None, sync=False, nonfinite='stop')",
+        "EASGD(alpha=0.25, center_alpha=None, sync=False, nonfinite='stop', overlap=False)",
         "RateLimit(0.1)",
     )
 
