@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
+from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule, Swap, Tournament
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ __all__ = [
     "Rule",
     "Session",
     "StopAfter",
+    "Swap",
+    "Tournament",
     "Worker",
     "join",
 ]

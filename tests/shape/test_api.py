@@ -13,7 +13,7 @@ def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
         "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
         "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
-        "Worker", "join",
+        "Swap", "Tournament", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 

@@ -10,6 +10,7 @@ from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
 from maniple.rules.kernels import warm_up, warm_up_in_background
+from maniple.rules.pairs import Pairwise, Swap, Tournament, draw_pairs
 from maniple.rules.rule import Rule, changed, settings_of
 
 __all__ = [
@@ -20,8 +21,12 @@ __all__ = [
     "Downpour",
     "LocalSGD",
     "MSync",
+    "Pairwise",
     "Rule",
+    "Swap",
+    "Tournament",
     "changed",
+    "draw_pairs",
     "noted_rule",
     "parse_rule",
     "settings_of",
@@ -36,6 +41,8 @@ RULES: dict[str, type[Rule]] = {
     "bsp": BSP,
     "localsgd": LocalSGD,
     "msync": MSync,
+    "swap": Swap,
+    "tournament": Tournament,
 }
 
 

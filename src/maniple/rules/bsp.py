@@ -2,7 +2,7 @@
 
 from maniple.contracts import Array, ExchangeInfo, State
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
+from maniple.rules.rule import CenterMemory, checked_count, checked_flag, checked_nonfinite, one_of
 
 AVERAGES = ("gradients", "parameters")
 MOMENTA = ("keep", "average", "reset")
@@ -59,8 +59,8 @@ class BSP(CenterMemory):
             self.worker_vectors = ("center",)  # the last mean of the parameters
         self.momentum = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
-        self.every = _whole("every", every, 1)
-        self.check_every = _whole("check_every", check_every, 0)
+        self.every = checked_count("every", every, 1)
+        self.check_every = checked_count("check_every", check_every, 0)
         self.overlap = checked_flag("BSP", "overlap", overlap)
         self.nonfinite = checked_nonfinite("BSP", nonfinite)
         if overlap and nonfinite == "skip":
@@ -138,10 +138,4 @@ class MSync(BSP):
 
     def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000, nonfinite: str = "stop") -> None:
         super().__init__(norm=norm, check_every=check_every, nonfinite=nonfinite)
-        self.m = self.quorum = _whole("m", m, 0)
-
-
-def _whole(name: str, value: float, least: int) -> int:
-    if isinstance(value, bool) or value != int(value) or value < least:
-        raise InvalidArgument(f"{name}={value!r} is no whole number of {least} or more. Write {name}={max(1, least)}.")
-    return int(value)
+        self.m = self.quorum = checked_count("m", m, 0)

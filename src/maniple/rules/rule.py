@@ -183,3 +183,10 @@ def checked_flag(rule: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgument(f"{rule} has {name}={value!r}, which is neither true nor false.")
     return value
+
+
+def checked_count(name: str, value: float, least: int) -> int:
+    """`value` if it is a whole number of at least `least`; from the command line it comes as a float."""
+    if isinstance(value, bool) or value != int(value) or value < least:
+        raise InvalidArgument(f"{name}={value!r} is no whole number of {least} or more. Write {name}={max(1, least)}.")
+    return int(value)
