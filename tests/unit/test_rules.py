@@ -393,6 +393,8 @@ def test_unknown_rule_lists_those_there_are():
         ("bsp:overlap=0.5", "overlap"),
         ("bsp:overlap=true,average=parameters", "averages none"),
         ("bsp:overlap=true,nonfinite=skip", "Leave one of them out"),
+        ("bsp:op=max", "op='max' is none of mean, sum"),
+        ("bsp:op=sum,average=parameters", "whose sum is no model"),
         ("localsgd:nonfinite=ignore", "none of stop, skip"),
         ("easgd:nonfinite=skip", "sync=True"),
         ("downpour:nonfinite=skip", "sync=True"),
@@ -417,6 +419,7 @@ def test_bad_setting_of_a_rule_is_named(text, words):
         Downpour(),
         Downpour(compensate=True),
         maniple.BSP(overlap=True),
+        maniple.BSP(op="sum"),
         maniple.EASGD(sync=True, nonfinite="skip"),
     ],
 )

@@ -5,6 +5,7 @@ from maniple.errors import InvalidArgument
 from maniple.rules.rule import CenterMemory, checked_count, checked_flag, checked_nonfinite, one_of
 
 AVERAGES = ("gradients", "parameters")
+OPS = ("mean", "sum")
 MOMENTA = ("keep", "average", "reset")
 NORMS = ("averaged", "local", "synchronised")
 
@@ -12,8 +13,9 @@ NORMS = ("averaged", "local", "synchronised")
 class BSP(CenterMemory):
     """Bulk synchronous parallel SGD: the replicas are the same after every exchange.
 
-        average="gradients":   g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
-        average="parameters":  x = sum_i x_i / p                after every `every` steps
+        average="gradients":             g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
+        average="gradients", op="sum":   g = sum_i g_i
+        average="parameters":            x = sum_i x_i / p                after every `every` steps
 
     With gradients, p workers do what one worker does on all their batches together: `n_i` is the number of samples of
     worker i, if it sets `replica.samples`, else all count the same. Valiant: A bridging model for parallel computation,
@@ -21,6 +23,9 @@ class BSP(CenterMemory):
 
     Args:
         average: what is averaged.
+        op: "mean", or "sum" for gradients: then the step is that of the mean with p times the learning rate, where p is
+            the number of workers in the round. Numbers of samples do not weight a sum; a worker with 0 is left out.
+            Buffers are averaged all the same.
         every: steps between two averages of the parameters.
         momentum: what becomes of the optimizer's state when parameters are averaged: "keep" each worker's own,
             "average" it too, or "reset" it to zero.
@@ -46,6 +51,7 @@ class BSP(CenterMemory):
         self,
         average: str = "gradients",
         *,
+        op: str = "mean",
         every: int = 1,
         momentum: str = "keep",
         norm: str = "averaged",
@@ -57,6 +63,7 @@ class BSP(CenterMemory):
         self.averages_gradients = average == "gradients"
         if not self.averages_gradients:
             self.worker_vectors = ("center",)  # the last mean of the parameters
+        self.op = one_of("op", op, OPS)
         self.momentum = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
         self.every = checked_count("every", every, 1)
@@ -72,6 +79,11 @@ class BSP(CenterMemory):
             raise InvalidArgument(
                 f"overlap=True sends gradients during the backward pass, but average={average!r} averages none. "
                 "Leave one of them out."
+            )
+        if op == "sum" and average != "gradients":
+            raise InvalidArgument(
+                f"op='sum' adds gradients, but average={average!r} shares parameters, whose sum is no model. Leave one "
+                "of them out; Downpour(sync=True) adds what the workers have changed."
             )
         if average == "gradients" and (self.every != 1 or momentum != "keep"):
             raise InvalidArgument(

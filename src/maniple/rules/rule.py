@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Rule:
     ] = ()  # names of what the center keeps; a copy is in each worker of a synchronous rule
     center_scalars: tuple[str, ...] = ()
     saves_worker_state: bool = True  # False if `remember` restores it from the center
-    op: ClassVar[str] = "mean"  # the reduction of the workers' contributions
+    op: str = "mean"  # the reduction of the workers' contributions: mean or sum
     quorum: int = 0  # how many workers are waited for in a round; 0: all
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
     momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
