@@ -96,6 +96,11 @@ class SynchronousValues(Synchronous):
             self.exchange()
         return True
 
+    @property
+    def _publishes_last(self) -> bool:
+        """Replicas may differ: if several workers published theirs at once, the center would be a mixture of them."""
+        return self._collectives.rank == min(self._last.ranks or self._collectives.ranks)
+
     def _contribute_nothing(self) -> None:
         super()._contribute_nothing()
         self._exchange_moments(0.0)

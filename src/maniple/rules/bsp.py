@@ -2,7 +2,7 @@
 
 from maniple.contracts import Array, ExchangeInfo, State
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import CenterMemory, checked_count, checked_flag, checked_nonfinite, one_of
+from maniple.rules.rule import CenterMemory, Rule, checked_count, checked_flag, checked_nonfinite, one_of
 
 AVERAGES = ("gradients", "parameters")
 OPS = ("mean", "sum")
@@ -92,9 +92,8 @@ class BSP(CenterMemory):
             )
 
     def offer(self, x: Array, state: State, out: Array) -> None:
-        """What this worker gives to the mean."""
-        del state
-        out[:] = x
+        """What this worker gives to the mean: its replica, not what it has changed."""
+        Rule.offer(self, x, state, out)
 
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Take the mean."""

@@ -15,7 +15,7 @@ NONFINITE = ("stop", "skip")
 
 
 class Rule:
-    """The base of rules. A rule of your own needs one method:
+    """The base of rules. A rule of your own needs one method, that of an exchange with the center:
 
         class Halfway(maniple.Rule):
             def mix(self, x, c, state):
@@ -23,6 +23,19 @@ class Rule:
                 return middle, middle          # the new replica, the new center
 
     `mix` sees one block of the flat vector at a time, as NumPy arrays that it must not change.
+
+    A synchronous rule, by which all workers exchange at the same step, needs one too. It is called with one parameter
+    at a time and changes `x` in place:
+
+        class HalfMean(maniple.Rule):
+            is_synchronous = True
+
+            def accept(self, x, total, state, moment):
+                x += (total - x) / 2           # total: the mean of what all workers offer, their replicas
+
+    `offer` says what a worker contributes, if not its replica; `op = "sum"` adds the contributions; `shared` says what
+    the center shows, if not the first worker's replica. Derived from `LocalSGD`, `state["center"]` is what the center
+    shows, the same in all workers.
 
     A rule may keep state by name, of zeros at first: vectors of the model's size, and scalars, each at every worker or
     at the center. `state["momentum"]` is then the same block of that vector, or an array with the one number, and
@@ -37,7 +50,9 @@ class Rule:
                 return c + state["momentum"], c + state["momentum"]
 
     There is one number of each scalar per chunk of parameters, since chunks are exchanged one by one; with scalars,
-    `mix` sees whole chunks. State at the center is saved in snapshots, state at the worker with its optimizer state.
+    `mix` sees whole chunks. A synchronous rule has vectors only; each worker has a copy of those at the center, which
+    stay equal if they are computed from `total`. State at the center is saved in snapshots, state at the worker with
+    its optimizer state.
     """
 
     every: int = 10  # the default pace, in steps
@@ -84,15 +99,16 @@ class Rule:
         return None
 
     def offer(self, x: Array, state: State, out: Array) -> None:
-        """Write what this worker contributes to a round to `out`."""
-        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
+        """Write what this worker contributes to a round to `out`: by default its replica."""
+        del state
+        out[:] = x
 
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
-        """Change the replica `x` and `state` by the reduction of all contributions."""
-        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
+        """Change the replica `x` and `state` by `total`, the mean of all contributions, or the sum if `op` says so."""
+        raise NotImplementedError(f"{type(self).__name__} must define accept(self, x, total, state, moment)")
 
     def shared(self, x: Array, state: State) -> Array:
-        """What the center shows, for a synchronous rule."""
+        """What the center shows, for a synchronous rule: by default the replica, that of the first worker."""
         del state
         return x
 
