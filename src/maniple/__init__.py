@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule, Swap, Tournament
+from maniple.rules import ASGD, BSP, EAMSGD, EASGD, Downpour, LocalSGD, MSync, Rule, Swap, Tournament
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ASGD",
     "BSP",
+    "EAMSGD",
     "EASGD",
     "BatchFiles",
     "Client",

@@ -11,7 +11,7 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
+        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EAMSGD", "EASGD", "Every", "Feed", "LocalSGD",
         "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
         "Swap", "Tournament", "Worker", "join",
     ]  # fmt: skip

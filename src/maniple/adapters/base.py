@@ -8,7 +8,7 @@ framework without hooks: the training loop calls `replica.step()` itself, and pa
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,17 @@ class Adapter:
 
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         """Set the optimizer to a state that `optimizer_state` has given."""
+
+    def use_nesterov(self, momentum: float) -> None:
+        """Let the optimizer step with Nesterov's momentum; InvalidArgument if it has none, or another one."""
+        raise InvalidArgument(
+            f"the rule needs an optimizer with Nesterov's momentum of {momentum:g}, but none was given that can have "
+            "it. Give share() a torch module and torch.optim.SGD(model.parameters(), lr=...), or choose EASGD."
+        )
+
+    def without_look_ahead(self) -> AbstractContextManager[None]:
+        """In this block, the parameters are without the look-ahead of Nesterov's momentum."""
+        return nullcontext()
 
     def reduce_moments(self, momentum: str, average: Average, gather: Gather) -> None:
         """When parameters are averaged: "keep" the optimizer's moments, "average" or "reset" them."""

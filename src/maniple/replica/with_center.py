@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
@@ -63,8 +63,10 @@ class WithCenter(Sharing):
         replica, samples, begin = self.replica, self._context.samples, clock.monotonic()
         info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live), is_last=is_last)
         state = None if self._state is None else self._state.chunks
+        is_ahead = self._rule.nesterov is not None  # the optimizer keeps x + delta v, and x meets the center
         try:
-            outcome, cost_s = replica.timed("exchange", self._center.exchange, self._model, self._rule, state, info)
+            with self._model.without_look_ahead() if is_ahead else nullcontext():
+                outcome, cost_s = replica.timed("exchange", self._center.exchange, self._model, self._rule, state, info)
         except HostAway as error:
             cost_s = clock.monotonic() - begin
             replica.spent_s += cost_s

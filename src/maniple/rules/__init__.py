@@ -8,7 +8,7 @@ from maniple.errors import InvalidArgument
 from maniple.rules.asgd import ASGD
 from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
-from maniple.rules.easgd import EASGD
+from maniple.rules.easgd import EAMSGD, EASGD
 from maniple.rules.kernels import warm_up, warm_up_in_background
 from maniple.rules.pairs import Pairwise, Swap, Tournament, draw_pairs
 from maniple.rules.rule import Rule, changed, settings_of
@@ -16,6 +16,7 @@ from maniple.rules.rule import Rule, changed, settings_of
 __all__ = [
     "ASGD",
     "BSP",
+    "EAMSGD",
     "EASGD",
     "RULES",
     "Downpour",
@@ -36,6 +37,7 @@ __all__ = [
 
 RULES: dict[str, type[Rule]] = {
     "easgd": EASGD,
+    "eamsgd": EAMSGD,
     "asgd": ASGD,
     "downpour": Downpour,
     "bsp": BSP,

@@ -71,6 +71,7 @@ class Rule:
     momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
     check_every: int = 0  # exchanges between two comparisons of all replicas; 0: none
     nonfinite: str = "stop"  # a contribution that is not finite: "stop" the run, or "skip" it
+    nesterov: float | None = None  # the Nesterov momentum that the optimizer must have
     overlap: bool = False  # send gradients during the backward pass, if the collectives work in the background
 
     @property
@@ -156,15 +157,15 @@ def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
     made = type(rule)(**known | dict(settings))
     if _mechanism(made) != _mechanism(rule):
         raise InvalidArgument(
-            f"{made!r} cannot replace {rule!r} while training: it shares in another way, or keeps other state. Start "
-            "a run with it."
+            f"{made!r} cannot replace {rule!r} while training: it shares in another way, keeps other state, or needs "
+            "another momentum. Start a run with it."
         )
     return made
 
 
-def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames]:
+def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames, float | None]:
     """What a replica was built for, which no setting can change while it trains."""
-    return rule.is_synchronous, rule.averages_gradients, rule.worker_state, rule.center_state
+    return rule.is_synchronous, rule.averages_gradients, rule.worker_state, rule.center_state, rule.nesterov
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:
