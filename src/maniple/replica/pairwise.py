@@ -86,6 +86,7 @@ class SynchronousPairs(Synchronous):
     def exchange(self) -> None:
         if self._is_finished:
             return
+        self.replica.refuse_inside_center("exchange() was called")
         replica, metric = self.replica, self._metric()
         self._prepare_round()
         begin = clock.monotonic()
