@@ -52,13 +52,18 @@ class SynchronousPairs(Synchronous):
                 f"{replica.rule!r} exchanges replicas as they are, not in {self._wire}, which would round them in each "
                 "round. Leave --wire out, or choose a rule that averages."
             )
+        rule = replica.rule
+        assert isinstance(rule, Pairwise)
+        if rule.perturb is not None:
+            groups = model.optimizer_state()[1].get("groups", [])
+            if not groups:
+                raise InvalidArgument(
+                    f"{rule!r} perturbs the settings of an optimizer, but the model was shared without one that has "
+                    "settings. Give share() a torch optimizer, or leave perturb out."
+                )
+            if not callable(rule.perturb):  # a wrong name is an error now, not in the first round
+                rule.perturb_settings([dict(group) for group in groups], np.random.default_rng(0))
         super().attach(replica, model, context)
-        groups = model.optimizer_state()[1].get("groups", [])
-        if getattr(self._rule, "perturb", None) is not None and not groups:
-            raise InvalidArgument(
-                f"{self._rule!r} perturbs the settings of an optimizer, but the model was shared without one that has "
-                "settings. Give share() a torch optimizer, or leave perturb out."
-            )
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         entries = self._model.entries

@@ -30,6 +30,7 @@ class Pairwise(Rule):
         names: what is exchanged: names of parameters and buffers, or patterns; None for all.
         metric: the name of the logged value by which partners are compared; empty: they are not.
         takes_optimizer: who takes over a replica takes over the state and the settings of its optimizer.
+        perturb: how the settings of an optimizer are changed after a replica was taken over; None: not at all.
     """
 
     every = 100
@@ -37,6 +38,7 @@ class Pairwise(Rule):
     names: str | Iterable[str] | None = None
     metric: str = ""
     takes_optimizer: bool = False
+    perturb: Perturb | None = None
 
     def takes(self, own: float, other: float) -> bool:
         """Whether a worker with the value `own` takes over the replica of a partner with the value `other`."""
