@@ -285,6 +285,12 @@ class Collectives(Protocol):
         """This worker's part of worker `root`'s `parts`, one per worker in the order of `ranks`; lengths may differ."""
         ...
 
+    def exchange_pairs(self, x: Array, partner: int, *, wire: str = "float32") -> Array | None:
+        """The array of worker `partner`, who gets `x`; lengths may differ. All workers call it, also those without a
+        partner, who give their own rank and get None; so does one whose partner is lost in the call.
+        """
+        ...
+
     def barrier(self) -> None: ...
     def one_call(self) -> AbstractContextManager[None]:
         """Admit no newcomers between the calls in this block."""

@@ -71,6 +71,10 @@ def make(collectives: Collectives, case: Case) -> list[np.ndarray]:
     if case.kind == "scatter":
         parts = [case.values(r) for r in range(world)] if rank == root else None
         return [collectives.scatter(parts, root=root, dtype=case.dtype, wire=case.wire)]
+    if case.kind == "exchange_pairs":
+        received = collectives.exchange_pairs(x, case.partner(rank, world), wire=case.wire)
+        assert x.tobytes() == before.tobytes(), "x stays as it is"
+        return [] if received is None else [received]
     resident = collectives.reside({"float32": case.size, "float64": 3}, wire=case.wire)
     results = []
     for number in range(3):
@@ -107,6 +111,16 @@ def mismatches(collectives: Collectives) -> dict[str, str]:
         collectives.all_reduce(x, again, "sum")
         assert again.tolist() == [len(collectives.ranks)] * 5
     return said
+
+
+def one_sided_pair(collectives: Collectives) -> str:
+    """Worker 0 names worker 1, who has no partner; the collectives continue after it."""
+    try:
+        collectives.exchange_pairs(np.ones(3), 1 if collectives.rank == 0 else collectives.rank)
+    except ManipleError as error:
+        collectives.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def left_out(collectives: Collectives) -> dict[str, object]:
@@ -241,6 +255,7 @@ def look(engine: str, environment: Environment, folder: Path) -> None:
     }
     said = {
         "mismatches": mismatches(collectives) if environment.world > 1 else {},
+        "one-sided": one_sided_pair(collectives) if environment.world > 1 else "",
         "calls": user_calls(collectives),
         "two": two_at_once(engine, environment, collectives),
         "left out": left_out(collectives),

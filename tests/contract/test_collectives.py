@@ -155,6 +155,24 @@ def test_each_gets_its_own_part(seen: Seen, kind: str):
             assert_near(case, found, case.values(rank))
 
 
+@pytest.mark.parametrize("kind", [name for name in groups() if "pairs" in name])
+def test_partners_have_each_others_arrays_and_who_has_none_gets_nothing(seen: Seen, kind: str):
+    for case in seen.cases(kind):
+        for rank in range(seen.world):
+            found, partner = seen.of(case, rank), case.partner(rank, seen.world)
+            assert len(found) == (partner != rank), case
+            for one in found:
+                assert one.dtype == case.dtype and one.shape == case.values(partner).shape
+                assert_near(case, one, case.values(partner))
+
+
+def test_a_pair_that_is_one_on_one_side_only_is_named_to_all(seen: Seen):
+    for said in seen.said if seen.world > 1 else ():
+        assert said["one-sided"].startswith(
+            "CallMismatch: worker 0 exchanges with worker 1, but that one with worker 1"
+        )
+
+
 def test_calls_that_do_not_match_are_named_to_all_and_the_collectives_continue(seen: Seen):
     if seen.world == 1:
         return

@@ -3,7 +3,7 @@
     SendValues     rules that send the replica's value (EASGD, ASGD)
     SendChanges    rules that send what the replica has changed (Downpour)
     Replace        the replica becomes the center (`replica.push()`)
-    Swap           a user's own rule, computed at the worker
+    SwapValues     a user's own rule, computed at the worker
 
 Values may be compressed, with error feedback: what rounding loses is added to the next message. Stich, Cordonnier,
 Jaggi: Sparsified SGD with memory (arXiv:1809.07599); Seide et al. (2014) for quantization.
@@ -308,7 +308,7 @@ class Replace(Contribution):
             self._on_value(k, self._model.array(k))
 
 
-class Swap(Contribution):
+class SwapValues(Contribution):
     """Applies a user's own rule to one chunk: computed here on copies, which count once the host accepts them.
 
     The host swaps the center's value only if it has not been written since it was fetched (compare and swap).

@@ -13,7 +13,7 @@ import numpy as np
 
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
-from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
+from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, SwapValues
 from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, is_operation_known, visiting_order
 from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
@@ -136,7 +136,7 @@ class TcpCenter:
         with self._passing(model) as chunks:
             operation = rule.operation(moment) if is_operation_known(type(rule)) else None
             if operation is None:
-                outcome = self._swap(Swap(self, chunks, rule, state, moment), is_last=moment.is_last)
+                outcome = self._swap(SwapValues(self, chunks, rule, state, moment), is_last=moment.is_last)
             elif operation.is_change:
                 assert state is not None
                 if self._sent is None:
@@ -288,7 +288,7 @@ class TcpCenter:
         self._last_live = outcome.live or self._last_live
         return unapplied
 
-    def _swap(self, swap: Swap, *, is_last: bool) -> Outcome:
+    def _swap(self, swap: SwapValues, *, is_last: bool) -> Outcome:
         outcome = Outcome(size_bytes=2 * self._size_bytes)
         for k in self._order():
             deadline = Deadline(_SWAP_S, slice_s=BLOCKED_S)

@@ -19,7 +19,10 @@ DTYPES = (
 )
 OPS = ("sum", "mean", "min", "max", "prod")
 WIRES = ("float32", "float16", "bfloat16")
-_KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident")
+_KINDS = (
+    *("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident"),
+    "exchange_pairs",
+)
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast", "reside", "resident"}
 _INTEGERS = ("kind", "dtype", "op", "wire", "number", "size", "root")
 CALL = np.dtype([*((name, "<i8") for name in _INTEGERS), ("weight", "<f8")])  # a call in memory and in messages
@@ -30,6 +33,7 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         number: the calls of this group so far.
+        root: the worker that gives or gets values; in exchange_pairs, this worker's partner.
         weight: how often this worker's values count in a mean; below 0, they are not finite (`nonfinite_weight`).
     """
 
@@ -53,14 +57,16 @@ class CollectiveCall(NamedTuple):
         return cls(_KINDS[kind], DTYPES[dtype], size, OPS[op], root, WIRES[wire], float(record[7]), number)
 
     def matches(self, other: "CollectiveCall") -> bool:
-        """Whether both are the same call. Weights may differ, and the sizes of what is gathered or scattered."""
+        """Whether both are the same call. Weights and partners may differ, and the sizes of what is not reduced."""
         size = self.size if self.kind in _SAME_SIZE else other.size
-        return self._replace(size=size, weight=other.weight) == other
+        root = other.root if self.kind == "exchange_pairs" else self.root
+        return self._replace(size=size, root=root, weight=other.weight) == other
 
     def __str__(self) -> str:
         arguments = [f"{self.dtype}[{self.size}]"]
         arguments += [self.op] if self.kind in {"all_reduce", "reduce", "resident"} else []
         arguments += [f"root={self.root}"] if self.kind in {"reduce", "broadcast", "gather", "scatter"} else []
+        arguments += [f"partner={self.root}"] if self.kind == "exchange_pairs" else []
         arguments += [f"wire={self.wire}"] if self.wire != "float32" else []
         return f"call {self.number}, {self.kind}({', '.join(arguments if self.kind != 'barrier' else ())})"
 
@@ -77,6 +83,13 @@ def compare(rank: int, calls: Mapping[int, CollectiveCall]) -> None:
             raise CallMismatch(
                 f"worker {rank} made {calls[rank]}, but worker {other} made {call}. All workers make the same calls "
                 "in the same order, with the same dtype and size: look for a call that only some of them reach."
+            )
+    for one, call in calls.items() if calls[rank].kind == "exchange_pairs" else ():
+        partner = calls.get(call.root)
+        if partner is not None and partner.root != one:
+            raise CallMismatch(
+                f"worker {one} exchanges with worker {call.root}, but that one with worker {partner.root}. Both must "
+                "name each other: compute all pairs from what all workers know, such as the ranks and a common seed."
             )
 
 

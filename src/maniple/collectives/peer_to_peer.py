@@ -20,6 +20,7 @@ from maniple.collectives.call import (
     LongWait,
     OnLongWait,
     check_reduction,
+    check_root,
     check_values,
     compare,
     counted,
@@ -110,6 +111,16 @@ class PeerToPeer(CollectiveGroup):
 
     def _scatter(self, call: CollectiveCall, parts: Sequence[Array]) -> Array:
         return self._exchange(call, dict(enumerate(parts)), is_taker=True)[call.root]
+
+    def _exchange_pairs(self, call: CollectiveCall, values: Array) -> Array | None:
+        link, partner = self._link, call.root
+        check_root(partner, self.ranks)
+        calls, _ = self._compare(call)
+        if partner == self.rank:
+            return None
+        received = empty_packed(calls[partner].size, call.dtype, call.wire)
+        link.finish(link.post(_VALUES_TAG, receive=[(partner, received)], send=[(partner, values)]), call.kind)
+        return received
 
     def _exchange(self, call: CollectiveCall, outgoing: dict[int, Array], *, is_taker: bool) -> dict[int, Array]:
         """Send each worker what `outgoing` has for it; gives what all have sent to this one, by rank."""

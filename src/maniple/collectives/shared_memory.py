@@ -130,6 +130,11 @@ class SharedMemoryCollectives(CollectiveGroup):
         index = known.tolist().index(self.rank)
         return np.split(values, np.cumsum(lengths))[index].copy()
 
+    def _exchange_pairs(self, call: CollectiveCall, values: Array) -> Array | None:
+        """A partner that is no member any more was lost, and shows nothing."""
+        partner = call.root if call.root != self.rank else None
+        return self._show(call, values, [] if partner is None else [partner]).get(-1 if partner is None else partner)
+
     def _show(self, call: CollectiveCall, values: Array, wanted: Sequence[int] | None) -> dict[int, Array]:
         def act() -> dict[int, Array]:
             shown = self._transfer.show(call, values.view(np.uint8), wanted)

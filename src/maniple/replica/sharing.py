@@ -5,6 +5,7 @@
     warm_up                  the same, after synchronous rounds
     synchronous_gradients    all workers average their gradients before each step, by collectives
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
+    pairwise                 pairs of workers exchange their parameters after every k steps, by collectives
 
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
@@ -21,7 +22,7 @@ from maniple.layout import RuleState
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
-from maniple.rules import Rule
+from maniple.rules import Pairwise, Rule
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -209,6 +210,10 @@ def sharing_for(
         from maniple.replica.synchronous_gradients import SynchronousGradients
 
         return SynchronousGradients(center, collectives, wire=wire)
+    if isinstance(rule, Pairwise):
+        from maniple.replica.pairwise import SynchronousPairs
+
+        return SynchronousPairs(center, collectives, wire=wire)
     from maniple.replica.synchronous_values import SynchronousValues
 
     return SynchronousValues(center, collectives, wire=wire)

@@ -51,6 +51,8 @@ class SynchronousGradients(Synchronous):
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
         self._gradients.place(self._resident.flat)
+        gradients = self._gradients.layout.places[: self._gradients.gradient_count]
+        self._ends = {dtype: stop for dtype, _, stop in gradients}  # where the gradients of a flat vector end
         self._unhook += [model.before_step(self._before_step), model.before_foreign_step(self._before_foreign_step)]
         if self._overlap is not None:
             self._unhook.append(self._overlap.buckets.watch(self._send_bucket, self._end_backward))
@@ -94,7 +96,7 @@ class SynchronousGradients(Synchronous):
                     "loss.backward()."
                 )
             return
-        if self._is_finished:
+        if self._is_finished or (gradients is None and self._is_summed()):
             return
         replica = self.replica
         self._prepare_round()
@@ -109,6 +111,9 @@ class SynchronousGradients(Synchronous):
                 weight = self._contributions.checked_weight(weight, self._resident.flat)
             self._all_reduce(weight)
             self._check_round(is_deferred=is_deferred)
+            if self._rule.op == "sum" and self._last.weight > 1:  # the round has computed the mean
+                for dtype, stop in self._ends.items():
+                    self._resident.flat[dtype][:stop] *= self._last.weight
             self._gradients.deliver(gradients)
             self._complete_round()
         finally:
@@ -118,6 +123,21 @@ class SynchronousGradients(Synchronous):
         self._is_reduced = self._is_averaged = True
         if self._context.exit_code is not None:
             self._context.exit_if_signalled()
+
+    def _is_summed(self) -> bool:
+        """The gradients are a sum already, which must not be summed again before the next step.
+
+        A mean of equal values may be repeated, and those of later backward passes are added to it; a sum may not.
+        """
+        if self._rule.op != "sum" or not self._is_reduced or not self._gradients.is_delivered:
+            return False
+        if self._is_averaged:
+            return True
+        raise InvalidArgument(
+            f"a backward pass has added to gradients that were summed over {len(self._last.ranks)} workers, and the "
+            "next sum would count these again (op='sum'). Call replica.reduce() after the last backward pass of a "
+            "step, and optimizer.zero_grad(), with set_to_none=True, after a step that was left out."
+        )
 
     def _check_round(self, *, is_deferred: bool) -> None:
         made = self._last
@@ -159,10 +179,12 @@ class SynchronousGradients(Synchronous):
             return
         with self._overlap.buckets.paused():
             yield
-        self._is_reduced = self._is_averaged = False  # an earlier pass may have been averaged, and there is more now
+        self._is_averaged = False  # an earlier pass may have been averaged, and there is more now
+        self._is_summed()  # an error
+        self._is_reduced = False
 
     def _weight(self) -> float:
-        """This worker's weight in the mean: the samples of its batch."""
+        """This worker's weight in the mean: the samples of its batch. In a sum all workers with samples are equal."""
         samples = self.replica.samples
         if samples is None:
             return 1.0
@@ -170,7 +192,7 @@ class SynchronousGradients(Synchronous):
             raise InvalidArgument(
                 f"replica.samples={samples!r} cannot weight gradients. Give the number of samples, 0 or more."
             )
-        return float(samples)
+        return float(samples > 0) if self._rule.op == "sum" else float(samples)
 
     def _before_foreign_step(self, parameters: Sequence[Any]) -> None:
         """Average before a step of an optimizer that was not given to share(), if it trains shared parameters."""
@@ -209,6 +231,8 @@ class SynchronousGradients(Synchronous):
 
     def _end_backward(self) -> None:
         """Average the gradients at the end of a backward pass; earlier ones are equal in all workers."""
+        self._is_averaged = False
+        self._is_summed()  # an error
         self._is_reduced = False
         self._average(is_deferred=True)
 

@@ -268,6 +268,11 @@ class SynchronousValues(Synchronous):
             self.exchange()
         return True
 
+    @property
+    def _publishes_last(self) -> bool:
+        """Replicas may differ: if several workers published theirs at once, the center would be a mixture of them."""
+        return self._collectives.rank == min(self._last.ranks or self._collectives.ranks)
+
     def _contribute_nothing(self) -> None:
         self._select_fragment()
         super()._contribute_nothing()

@@ -347,7 +347,7 @@ class Worker(CollectiveCalls):
 
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another event."""
-        self._events.write(event, **logged(values, self._replicas))
+        self._events.write(event, **self._context.noted(logged(values, self._replicas)))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Exclude the other workers of this machine from the `with` block; a worker that dies releases the lock."""
