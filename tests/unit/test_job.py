@@ -282,7 +282,8 @@ TORCHRUN = ExternalWorkers("torchrun", 2, tie=-1)
         ({"wire": "bfloat16"}, "bsp"),
         ({"rule": "easgd"}, None),  # named
         ({"pace": "every:10"}, "easgd"),  # values are exchanged, which bsp does not do
-        ({"wire": "int8"}, "easgd"),  # of asynchronous rules only
+        ({"wire": "int8"}, "bsp"),
+        ({"wire": "topk"}, "bsp"),  # gradients are changes
         ({"hosts": ("a", "b")}, "easgd"),
         ({"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),  # workers may join
         ({"devices": ("cuda:0", "cpu")}, "easgd"),  # of unequal speed
@@ -300,7 +301,7 @@ def test_default_rule_is_synchronous_only_for_equal_workers_of_one_machine(optio
     [
         ("bsp", {}, "bsp"),
         ("bsp", {"pace": "every:20"}, "easgd"),
-        ("bsp", {"wire": "int8"}, "easgd"),
+        ("bsp", {"wire": "int8"}, "bsp"),
         ("bsp", {"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),
         ("bsp", {"script": None}, None),  # `maniple serve`, which workers anywhere join
         ("bsp", {"rule": "localsgd"}, None),

@@ -41,6 +41,7 @@ class BSP(CenterMemory):
 
     every = 1
     is_synchronous = True
+    offers_changes = False
 
     def __init__(
         self,
