@@ -159,6 +159,7 @@ class Round:
     weight: float = 1.0  # the sum of their weights; 0: all have finished training
     waited_s: float = 0.0  # for the others
     nonfinite: dict[int, int] = field(default_factory=dict[int, int])  # whose values were left out, and the entry
+    size_bytes: int = 0  # of resident vectors: what this worker has sent; in shared memory, their size
 
 
 class ResidentVectors(Protocol):
@@ -233,8 +234,9 @@ class Collectives(Protocol):
 
     Arrays are flat, contiguous and numeric. `op` is sum, mean, min, max or prod; a mean counts each worker's values
     `weight` times. `wire` is float32 (no compression), float16 or bfloat16: how floating-point values travel; they are
-    added up in float32, and all workers get the same bits. All workers make the same calls in the same order: another
-    call, dtype or size on the other side is a CallMismatch that names both.
+    added up in float32, and all workers get the same bits. Resident vectors may also travel by int8, int4 or topk,
+    whose errors are added to the next round. All workers make the same calls in the same order: another call, dtype or
+    size on the other side is a CallMismatch that names both.
     """
 
     @property

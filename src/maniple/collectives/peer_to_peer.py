@@ -19,18 +19,19 @@ from maniple.collectives.call import (
     CollectiveCall,
     LongWait,
     OnLongWait,
-    check_reduction,
-    check_values,
+    check_resident,
+    check_resident_reduction,
     compare,
     counted,
     round_result,
 )
+from maniple.collectives.error_feedback import CompressedSlices, GatheredVector
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.reductions import combine
 from maniple.collectives.values import empty_packed, is_packed, opened
 from maniple.contracts import Array, ResidentVectors, Round
 from maniple.errors import CallMismatch, InvalidArgument, ManipleError, PeerLost, WaitedTooLong
-from maniple.wire.codecs import get_codec
+from maniple.wire.codecs import get_codec, load_kernels_in_background
 
 _CHECK_S = 0.5  # how often the thread that reports long waits looks
 _CALL_TAG, _VALUES_TAG, _RESIDENT_TAG = 1, 2, 3  # a call is never taken for values
@@ -64,7 +65,7 @@ class PeerToPeer(CollectiveGroup):
     def register(self, sizes: dict[str, int], wire: str, flat: dict[str, Array]) -> "PeerVectors":
         """Check that all workers have vectors of the same sizes. `flat` is empty for those that lie elsewhere."""
         for dtype, size in sizes.items():
-            check_values(dtype, wire)
+            check_resident(dtype, wire)
             self._compare(CollectiveCall("reside", dtype, size, wire=wire))
         self._registered += 1
         return PeerVectors(self._link, sizes, flat, wire, tag=_RESIDENT_TAG + 2 * self._registered)
@@ -140,21 +141,22 @@ class PeerVectors:
         self._link, self._wire, self._tag = link, wire, tag
         self._dtype, self._size = next(iter(sizes), "float32"), sum(sizes.values())
         self.flat: dict[str, Any] = dict(flat)
-        self._slices = [_Slices(link, array, wire, tag=tag) for array in flat.values()]
+        self._slices = [_slices_of(link, array, wire, tag=tag) for array in flat.values()]
         self._rounds = 0
         self._sent: list[PeerMessage] = []
 
     def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
         """Replace the vectors by the reduction of all workers' vectors."""
-        self.send(op)
+        self.send(op, weight=weight)
         return self.finish(op, weight=weight)
 
-    def send(self, op: str) -> None:
+    def send(self, op: str, *, weight: float = 1.0) -> None:
         """Begin a round: send the others their slices of these vectors, which must not change any more."""
         self._link.check()
         for dtype in self.flat:
-            check_reduction(op, dtype, self._wire)
-        self._sent = [message for slices in self._slices for message in slices.exchange()]
+            check_resident_reduction(op, dtype, self._wire)
+        contributes = op != "mean" or weight > 0
+        self._sent = [message for slices in self._slices for message in slices.exchange(contributes=contributes)]
 
     def finish(self, op: str, *, weight: float = 1.0) -> Round:
         """Receive from the others, and combine."""
@@ -167,6 +169,7 @@ class PeerVectors:
         self._link.finish(messages, "an all_reduce")
         if not result.weight and op == "mean":
             return result
+        result.size_bytes = sum(slices.sent_bytes for slices in self._slices)
         for slices in self._slices:
             slices.combine(op, weights)
         self._link.finish([message for slices in self._slices for message in slices.spread()], "an all_reduce")
@@ -200,7 +203,7 @@ class BucketedPeerVectors:
     def begin(self, op: str, *, weight: float = 1.0) -> None:
         """Send the next part, which is complete."""
         part = self._parts[self._begun]
-        part.send(op)
+        part.send(op, weight=weight)
         self._tasks.put((part, op, weight))
         self._begun += 1
 
@@ -219,7 +222,8 @@ class BucketedPeerVectors:
             rounds.append(result)
         waited_s = min(blocked_s, sum(one.waited_s for one in rounds))
         # Values that are not finite are known with the last part at the latest.
-        return Round(rounds[0].ranks, rounds[0].weight, waited_s, rounds[-1].nonfinite)
+        size_bytes = sum(one.size_bytes for one in rounds)
+        return Round(rounds[0].ranks, rounds[0].weight, waited_s, rounds[-1].nonfinite, size_bytes)
 
     def close(self) -> None:
         """End the thread."""
@@ -359,8 +363,14 @@ class _Slices:
         self._own = self._slices[link.rank]
         self._received = {peer: np.empty_like(self._own) for peer in link.others}
 
-    def exchange(self) -> list[PeerMessage]:
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this worker sends in a round."""
+        return sum(self._slices[peer].nbytes + self._own.nbytes for peer in self._link.others)
+
+    def exchange(self, *, contributes: bool = True) -> list[PeerMessage]:
         """Send the others their slices of this vector, and receive this worker's slice of theirs."""
+        del contributes  # values without weight are sent too
         if self._is_packed:
             get_codec(self._wire).pack(self._flat, self._travel.view(np.uint8))
         return self._link.post(self._tag, receive=self._received.items(), send=self._of_others())
@@ -388,6 +398,17 @@ class _Slices:
 
     def _of_others(self) -> list[tuple[int, Array]]:
         return [(peer, self._slices[peer]) for peer in self._link.others]
+
+
+def _slices_of(link: PeerLink, flat: Array, wire: str, *, tag: int) -> _Slices | CompressedSlices | GatheredVector:
+    """How one vector is reduced: in slices, with a codec that keeps errors, or, if that is sparse, as a whole."""
+    codec = get_codec(wire)
+    if not codec.keeps_errors or not is_packed(flat, wire):
+        return _Slices(link, flat, wire, tag=tag)
+    load_kernels_in_background(wire, size_bytes=flat.nbytes)
+    if codec.is_sparse:
+        return GatheredVector(link, flat, codec, tag=tag)
+    return CompressedSlices(link, flat, codec, _spans(flat.size, link.size), tag=tag)
 
 
 def _spans(size: int, parts: int) -> list[slice]:

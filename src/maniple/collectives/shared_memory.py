@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from maniple.collectives.call import CollectiveCall, OnLongWait, PassedOver, check_values
+from maniple.collectives.call import CollectiveCall, OnLongWait, PassedOver, check_resident
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.membership import Membership
 from maniple.collectives.slots import InPlaceVectors, Slots, SlotTransfer
@@ -81,7 +81,7 @@ class SharedMemoryCollectives(CollectiveGroup):
         """Vectors that live in this worker's slot; those of a GPU are copied there."""
         del device
         for dtype in sizes:
-            check_values(dtype, wire)
+            check_resident(dtype, wire)
         return InPlaceVectors(self.membership, self._slots, sizes, wire=wire)
 
     @contextmanager

@@ -23,6 +23,7 @@ from maniple.contracts import Array, Bucket, BucketedVectors, ResidentVectors, R
 from maniple.environment import Environment
 from maniple.errors import InvalidArgument, WaitedTooLong
 from maniple.settings.options import COLLECTIVES_DEADLINE_S
+from maniple.wire.codecs import get_codec
 
 dist: Any = torch.distributed  # its types are incomplete, as are those of its submodule
 c10d: Any = torch.distributed.distributed_c10d
@@ -116,6 +117,10 @@ class DeviceVectors:
         is_ordered: bool,
         parts: Sequence[Bucket] = (),
     ) -> None:
+        if get_codec(wire).keeps_errors:
+            raise InvalidArgument(
+                f"wire={wire!r} works on the CPU, and these vectors are on {device}. Use bfloat16 for them."
+            )
         self._calls = collectives.register(sizes, wire, {})
         self._size, self._rank = len(collectives.ranks), collectives.rank
         self._wire, self._is_ordered = wire, is_ordered
@@ -149,6 +154,8 @@ class DeviceVectors:
             work.wait()
         self._under_way.clear()
         self._begun = 0
+        sizes = [part.numel() * (part.element_size() if self._wire == "float32" else 2) for part in self._parts]
+        self._round.size_bytes = 2 * (self._size - 1) * sum(sizes) // self._size
         return self._round
 
     def _reduce(self, flat: Any, op: str, weights: Sequence[float]) -> None:

@@ -14,6 +14,7 @@ from maniple.layout import Layout
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import nonfinite_entry
 from maniple.replica.synchronous import Synchronous
+from maniple.wire.codecs import get_codec
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -28,6 +29,8 @@ class SynchronousGradients(Synchronous):
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         model, rule, background = self._model, self._rule, self._collectives.background
+        if get_codec(self._wire).keeps_errors and model.device != "cpu":
+            background = None  # these codecs compute on the CPU
         buckets = model.buckets(norm=rule.norm) if rule.overlap and background is not None else None
         self._overlap: _Overlap | None = None
         self._gradients: FlatGradients
@@ -113,7 +116,7 @@ class SynchronousGradients(Synchronous):
             self._complete_round()
         finally:
             replica.is_exchanging = False
-        replica.progress.round(len(self._last.ranks), self._layout.size_bytes)
+        replica.progress.round(len(self._last.ranks), self._last.size_bytes)
         replica.spent_s += clock.monotonic() - begin
         self._is_reduced = self._is_averaged = True
         if self._context.exit_code is not None:

@@ -9,6 +9,7 @@ from maniple.collectives.call import PassedOver
 from maniple.contracts import Array, ExchangeInfo, ResidentVectors
 from maniple.layout import Layout
 from maniple.replica.synchronous import Synchronous
+from maniple.wire.codecs import get_codec
 
 
 class SynchronousValues(Synchronous):
@@ -20,6 +21,9 @@ class SynchronousValues(Synchronous):
         is_local = self._rule.norm == "local"
         self._local = {i for i in range(len(self._offers)) if is_local and self._model.is_buffer(i)}
         self._shared = [i for i in range(len(self._offers)) if i not in self._local]
+        # A codec rounds the changes since the last round far less than the values, so these are computed here.
+        is_coarse, keeps_center = get_codec(self._wire).keeps_errors, "center" in self._rule.worker_vectors
+        self._sends_difference = is_coarse and keeps_center and not self._rule.offers_changes
         return self._layout, resident
 
     def step(self) -> None:
@@ -32,7 +36,7 @@ class SynchronousValues(Synchronous):
     def exchange(self) -> None:
         if self._is_finished:
             return
-        replica, size_bytes = self.replica, self._layout.size_bytes
+        replica = self.replica
         self._prepare_round()
         begin = clock.monotonic()
         replica.is_exchanging = True
@@ -48,8 +52,8 @@ class SynchronousValues(Synchronous):
             self._accept()
         finally:
             replica.is_exchanging = False
-        replica.progress.round(len(self._last.ranks), size_bytes)
-        replica.count_exchange(clock.monotonic() - begin, size_bytes)
+        replica.progress.round(len(self._last.ranks), self._last.size_bytes)
+        replica.count_exchange(clock.monotonic() - begin, self._last.size_bytes)
         if self._is_first:
             self.publish()
         self._context.exit_if_signalled()
@@ -61,6 +65,8 @@ class SynchronousValues(Synchronous):
             self._offers[i][:] = 0
         for i in self._shared:
             self._rule.offer(self._model.array(i), self._state_of(i), self._offers[i])
+            if self._sends_difference:
+                self._offers[i] -= self._state_of(i)["center"]
 
     def _accept(self) -> None:
         """Change the replica by the result of the round."""
@@ -71,6 +77,8 @@ class SynchronousValues(Synchronous):
             total = self._offers[i]
             if self._rule.op == "sum":
                 total *= total.dtype.type(weight)  # the round has computed the mean
+            if self._sends_difference:
+                total += self._state_of(i)["center"]
             self._rule.accept(self._model.array(i), total, self._state_of(i), info)
             self._model.commit(i)
         self._complete_round()
