@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,25 @@ def left_out(collectives: Collectives) -> dict[str, object]:
     return found
 
 
+def compressed(collectives: Collectives) -> dict[str, object]:
+    """Rounds by the codecs that keep errors: checksums of the results, and how far their sum is off."""
+    size, world = 5000, len(collectives.ranks)
+    found: dict[str, object] = {}
+    for wire in ("int8", "int4", "topk"):
+        resident = collectives.reside({"float32": size}, wire=wire)
+        checksums, arrived, expected, sent = list[int](), np.zeros(size), np.zeros(size), list[int]()
+        for number in range(10):
+            values = [np.random.default_rng([number, rank]).standard_normal(size) for rank in range(world)]
+            resident.flat["float32"][:] = values[collectives.rank]
+            sent.append(resident.all_reduce("mean").size_bytes)
+            checksums.append(zlib.crc32(resident.flat["float32"].tobytes()))
+            arrived += resident.flat["float32"]
+            expected += sum(values) / world
+        distance = np.linalg.norm(arrived - expected) / np.linalg.norm(expected)
+        found[wire] = [checksums, float(distance), sent]
+    return found
+
+
 def two_at_once(engine: str, environment: Environment, first: Collectives) -> list[int]:
     """Two groups of one process, called alternately and in different ways."""
     second = open_collectives(engine, environment, f"second-{environment.world}")
@@ -244,6 +264,7 @@ def look(engine: str, environment: Environment, folder: Path) -> None:
         "calls": user_calls(collectives),
         "two": two_at_once(engine, environment, collectives),
         "left out": left_out(collectives),
+        "compressed": compressed(collectives),
         "name": collectives.name,
     }
     collectives.close()
