@@ -4,7 +4,7 @@
     python benchmarks/codecs.py --train    the final loss of 4 workers with each codec, compared with float32
 
 Speed is per second of the core's time, so that other processes matter less. The training runs in one process, where
-threads are the workers and messages between them are copied; replicas, rules and collectives are those of `maniple run`.
+threads are the workers and messages between them are copied; replicas, rules and collectives are those of a run.
 The task is a network of three layers that learns scikit-learn's digits with smoothed labels: the loss has a floor that
 is not zero.
 """
@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from measure import report
 
 from maniple import BSP, LocalSGD, Replica, Rule
 from maniple.adapters import adapt
@@ -33,6 +32,7 @@ from maniple.replica.context import TrainingContext
 from maniple.replica.sharing import sharing_for
 from maniple.wire import codecs, quantized
 from maniple.wire.codecs import CODECS, Codec
+from measure import report
 
 DEADLINE_S = 60.0  # for a message between two threads
 WORKERS, BATCH, HIDDEN = 4, 16, 256

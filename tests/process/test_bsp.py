@@ -94,6 +94,9 @@ LESSONS = """
     train("reset", maniple.LocalSGD(3, momentum="reset"))
     train("msync", maniple.MSync(worker.world))
     train("half", maniple.BSP(), wire="bfloat16")
+    for wire in ("int8", "int4", "topk"):
+        train(wire, maniple.BSP(check_every=3), wire=wire)
+        train(f"local {wire}", maniple.LocalSGD(3, check_every=2), wire=wire)
     train("elastic", maniple.EASGD(sync=True), pace=maniple.Every(3))
     train("downpour", maniple.Downpour(sync=True), momentum=0)
     np.savez(f"{sys.argv[1]}-{worker.rank}.npz", **found)
@@ -123,6 +126,7 @@ def of(found: dict[str, np.ndarray], lesson: str) -> np.ndarray:
 
 
 EQUAL = ["bsp", "uneven", "parts", "clipped", "norm", "norm uneven", "compiled", "plain sgd", "local 1", "msync"]
+COARSE = ["int8", "int4", "topk", "local int8", "local int4", "local topk"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -134,7 +138,7 @@ def test_p_workers_equal_one_on_all_their_batches(lessons: Any, world: int, less
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("lesson", [*EQUAL, "spare", "half", "reset", "downpour"])
+@pytest.mark.parametrize("lesson", [*EQUAL, "spare", "half", "reset", "downpour", *COARSE])
 def test_replicas_are_the_same_to_the_bit(lessons: Any, world: int, lesson: str):
     first, *others = [of(found, lesson).tobytes() for found in lessons(world)]
     assert all(other == first for other in others)
@@ -149,6 +153,16 @@ def test_half_precision_on_the_wire_is_near_full_precision(lessons: Any):
     for found in lessons(2):
         np.testing.assert_allclose(of(found, "half"), of(found, "bsp"), rtol=0.05, atol=0.01)
         assert not np.array_equal(of(found, "half"), of(found, "bsp"))
+
+
+def test_coarse_codecs_train_and_int8_comes_near_full_precision(lessons: Any):
+    """Topk has sent only a few of all gradients after these few steps."""
+    for found in lessons(2):
+        np.testing.assert_allclose(of(found, "int8"), of(found, "bsp"), rtol=0.05, atol=0.02)
+        np.testing.assert_allclose(of(found, "local int8"), of(found, "local 3"), rtol=0.05, atol=0.05)
+        for lesson in COARSE:
+            assert np.isfinite(of(found, lesson)).all()
+            assert not np.array_equal(of(found, lesson), of(found, "bsp"))
 
 
 def test_parameters_that_nobody_uses_are_left_alone(lessons: Any):
