@@ -10,7 +10,7 @@ from maniple.center.contributions import ErrorFeedback
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
-from maniple.wire import codecs, quantized
+from maniple.wire import codecs, quantized, topk
 from maniple.wire.codecs import CODECS, get_codec
 from tests.unit.engines import engine
 
@@ -321,6 +321,14 @@ def test_topk_of_equal_values_sends_the_first_and_of_two_sizes_sends_both_exactl
     values = np.zeros(4096, np.float32)
     values[5:65], values[4000:4004] = -0.5, 8
     np.testing.assert_array_equal(travel("topk", values), values)
+
+
+def test_bytes_of_topk_are_positions_then_values_then_levels():
+    values = np.zeros(130, np.float32)  # ceil(64 * 130 / 4096) = 3 of them are sent
+    values[[2, 100, 129]] = 4, -1, 6
+    positions = (2 | 100 << 12 | 129 << 24).to_bytes(5, "little")
+    assert pack("topk", values).tobytes() == positions + bytes([0b01_10_01]) + np.float32([1, 5]).tobytes()
+    assert topk.size_bytes(4096) == 64 * 14 // 8 + 8
 
 
 def test_topk_ignores_positions_that_do_not_exist():

@@ -211,14 +211,28 @@ def test_a_missing_script_is_not_answered_by_one_with_another_name(tmp_path):
 
 def resumed(run: Path, *words: str) -> Job:
     """The job of `maniple run --resume RUN`, with more words."""
+    return job_of("--resume", str(run), *words)
+
+
+def job_of(*words: str) -> Job:
+    """The job of `maniple run` with these words."""
     found: list[Job] = []
 
     @click.command(params=cli.commands["run"].params, context_settings={"allow_interspersed_args": False})
     def command(**options) -> None:
         found.append(job_from(**options))
 
-    command.main(["--resume", str(run), *words], standalone_mode=False)
+    command.main(list(words), standalone_mode=False)
     return found[0]
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+def test_a_codec_for_changes_is_refused_for_a_rule_that_sends_values(wire, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert job_of("--rule", "downpour", "--wire", wire, str(script)).wire == wire
+    with pytest.raises(InvalidArgument, match=f"wire='{wire}' carries changes only"):
+        job_of("--rule", "easgd", "--wire", wire, str(script))
 
 
 def write_run(run: Path, begun: Job, **about) -> None:

@@ -32,16 +32,19 @@ def pack(values: Array, data: Array) -> None:
     """Convert values to bytes."""
     kept, whole = _kept(values.size), values.size // CHUNK * CHUNK
     positions, codes = np.zeros(kept + kept % 2, np.uint16), np.zeros(kept + -kept % 4, np.uint8)
-    levels = np.empty((-(-values.size // CHUNK), 2), np.float32)
+    levels, picked = np.empty((-(-values.size // CHUNK), 2), np.float32), np.empty(kept, np.float32)
+    most = np.empty(len(levels), np.uint32)  # the bits of the largest magnitude of each chunk
     for start in range(0, whole, _ROWS * CHUNK):
         rows = values[start : min(start + _ROWS * CHUNK, whole)].astype(np.float32).reshape(-1, CHUNK)
         first = start // CHUNK
         sent = slice(KEPT * first, KEPT * (first + len(rows)))
-        positions[sent], codes[sent], levels[first : first + len(rows)] = _quantize(rows, KEPT)
+        positions[sent], picked[sent], most[first : first + len(rows)] = _pick(rows, KEPT)
+    end = KEPT * (whole // CHUNK)
+    codes[:end], levels[: whole // CHUNK] = _quantize(picked[:end].reshape(-1, KEPT), most[: whole // CHUNK])
     if whole < values.size:
         rest = values[whole:].astype(np.float32).reshape(1, -1)
-        sent = slice(KEPT * (whole // CHUNK), kept)
-        positions[sent], codes[sent], levels[-1:] = _quantize(rest, kept - sent.start)
+        positions[end:kept], picked[end:], most[-1:] = _pick(rest, kept - end)
+        codes[end:kept], levels[-1:] = _quantize(picked[end:].reshape(1, -1), most[-1:])
     pairs = positions.reshape(-1, 2)
     triples = np.empty((len(pairs), 3), np.uint8)
     triples[:, 0] = pairs[:, 0] & 0xFF
@@ -88,38 +91,40 @@ def _positions_bytes(kept: int) -> int:
     return -(-12 * kept // 8)
 
 
-def _quantize(rows: Array, kept: int) -> tuple[Array, Array, Array]:
-    """The positions and codes of the values that are sent of each row, and the rows' levels."""
-    bits = rows.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    positions = _largest(bits, kept)
-    picked = np.take_along_axis(rows, positions, axis=1)
-    order = np.argsort(~np.take_along_axis(bits, positions, axis=1), axis=1, kind="stable")  # the largest first
+def _pick(rows: Array, kept: int) -> tuple[Array, Array, Array]:
+    """The positions of the largest of each row, in order, their values, and the bits of the rows' largest magnitudes.
+
+    Magnitudes are compared as integers, where a NaN is larger than infinity. Of equal ones, the first are taken.
+    """
+    bits, size = rows.view(np.uint32) & np.uint32(0x7FFFFFFF), rows.shape[1]
+    least = np.partition(bits, size - kept, axis=1)[:, size - kept, None]
+    is_sent = bits >= least
+    places = np.flatnonzero(is_sent)
+    if places.size > kept * len(rows):
+        is_equal = bits == least
+        is_sent &= ~is_equal
+        missing = kept - is_sent.sum(axis=1, keepdims=True)
+        is_sent |= is_equal & (np.cumsum(is_equal, axis=1, dtype=np.int32) <= missing)
+        places = np.flatnonzero(is_sent)
+    return places % size, rows.reshape(-1)[places], bits.max(axis=1)
+
+
+def _quantize(picked: Array, most: Array) -> tuple[Array, Array]:
+    """The codes of the values that are sent, a row of each chunk, and the chunks' levels."""
+    kept = picked.shape[1]
+    magnitudes = np.abs(picked)
+    order = np.argsort(~magnitudes.view(np.uint32), axis=1, kind="stable")  # the largest first
     count = np.arange(1, kept + 1)
     with np.errstate(all="ignore"):
-        sums = np.cumsum(np.take_along_axis(np.abs(picked), order, axis=1), axis=1, dtype=np.float64)
+        sums = np.cumsum(np.take_along_axis(magnitudes, order, axis=1), axis=1, dtype=np.float64)
         rest = sums[:, -1:] - sums
         larger = np.argmax(sums * sums / count + rest * rest / np.maximum(kept - count, 1), axis=1)[:, None]
-        levels = np.concatenate([
-            np.take_along_axis(rest, larger, axis=1) / np.maximum(kept - 1 - larger, 1),
-            np.take_along_axis(sums, larger, axis=1) / (larger + 1),
-        ], axis=1).astype(np.float32)  # fmt: skip
-    most = bits.max(axis=1)
+        low = np.take_along_axis(rest, larger, axis=1) / np.maximum(kept - 1 - larger, 1)
+        high = np.take_along_axis(sums, larger, axis=1) / (larger + 1)
+        levels = np.concatenate([low, high], axis=1).astype(np.float32)
     levels[most == _INFINITY] = np.inf
     levels[most > _INFINITY] = np.nan
-    codes = np.empty(positions.shape, np.uint8)
+    codes = np.empty(picked.shape, np.uint8)
     np.put_along_axis(codes, order, (np.arange(kept) <= larger).astype(np.uint8), axis=1)
     codes |= np.signbit(picked).astype(np.uint8) << 1
-    return positions.reshape(-1), codes.reshape(-1), levels
-
-
-def _largest(bits: Array, kept: int) -> Array:
-    """The positions of the largest of each row, in order; of equal ones, the first."""
-    size = bits.shape[1]
-    least = np.partition(bits, size - kept, axis=1)[:, size - kept, None]
-    is_sent = bits > least
-    missing = kept - is_sent.sum(axis=1, keepdims=True)
-    is_equal = bits == least
-    if (is_equal.sum(axis=1, keepdims=True) > missing).any():
-        is_equal &= np.cumsum(is_equal, axis=1, dtype=np.int32) <= missing
-    is_sent |= is_equal
-    return np.nonzero(is_sent)[1].reshape(len(bits), kept)
+    return codes.reshape(-1), levels
