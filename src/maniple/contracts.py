@@ -1,10 +1,11 @@
 """Interfaces between the layers: what models, rules, centers and collectives offer to each other."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -175,6 +176,7 @@ class ResidentVectors(Protocol):
         ...
 
 
+NO_EXACT: Mapping[str, int] = MappingProxyType({})
 Bucket = tuple[str, int, int]  # dtype, and start and end in the vector of that dtype
 
 
@@ -290,7 +292,14 @@ class Collectives(Protocol):
         """Reserve what calls with arrays of up to `size` bytes need, while there is room; may need nothing."""
         ...
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors: ...
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
+        """Vectors of these sizes, by dtype. By codecs that keep errors, the last `exact` values of each travel as they
+        are: flags, and buffers such as variances, which an error must not make negative.
+        """
+        ...
+
     def report_long_waits(self, on_report: Callable[[Sequence[int], float, bool], None]) -> None:
         """Call `on_report` during and after long waits: the ranks waited for, seconds so far, whether it is over."""
         ...
@@ -302,7 +311,13 @@ class BackgroundCollectives(Protocol):
     """Collectives that send values while the worker computes."""
 
     def reside_in_parts(
-        self, sizes: dict[str, int], parts: Sequence[Bucket], *, wire: str = "float32", device: str = "cpu"
+        self,
+        sizes: dict[str, int],
+        parts: Sequence[Bucket],
+        *,
+        wire: str = "float32",
+        device: str = "cpu",
+        exact: Mapping[str, int] = NO_EXACT,
     ) -> BucketedVectors:
         """Vectors as `reside` gives them; `parts` cover them completely."""
         ...

@@ -131,6 +131,30 @@ def test_bytes_of_an_exchange_are_those_of_the_formula(host, wire):
         assert worker.exchange(EASGD(0.5)).size_bytes == 2 * reply
 
 
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+def test_buffers_and_the_like_travel_as_values_do(host, wire):
+    """A variance that falls from 1 to 0.01 must not become negative at the center by an error of int4."""
+    params = {
+        "w": np.zeros(600_000, np.float32),
+        "v": np.zeros(600_000, np.float32),
+        "variance": np.ones(9, np.float32),
+    }
+    model = adapt(params)
+    center, _ = TcpCenter.open_or_create(
+        Link(host.door(), "data"), "center-0", model, wire=wire, deadline_s=10, parameter_count=2
+    )
+    state = RuleState.zeros(center.layout, Downpour().worker_state)
+    center.pull(model, lambda k, value: state.chunks[k]["center"].__setitem__(slice(None), value))
+    assert len(center.layout.chunks) > 1
+    params["w"][:] = 5
+    params["variance"][:] = 0.01
+    outcome = center.exchange(model, Downpour(), state.chunks, ExchangeInfo())
+    look = adapt({name: np.zeros_like(value) for name, value in params.items()})
+    center.pull(look, peek=True)
+    np.testing.assert_allclose(look.array(2), 0.01, atol=0.004)
+    assert outcome.size_bytes < 4 * 1_200_009, "the other chunks are compressed"
+
+
 @pytest.mark.parametrize("wire", CHANGES)
 def test_changes_that_are_not_finite_are_refused_and_later_ones_arrive(host, wire):
     worker = Worker(host, wire)

@@ -17,7 +17,7 @@ from maniple.errors import InvalidArgument
 from maniple.memory.segment import Segment
 from maniple.wire.codecs import get_codec
 
-from .collectives_threads import Begun, collective_groups, together
+from .collectives_threads import collective_groups, together
 
 WORLD = 3
 WIRES = ["int8", "int4", "topk"]
@@ -248,6 +248,19 @@ def test_small_and_empty_vectors_of_several_dtypes_are_reduced(workers, wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
+def test_exact_values_at_the_end_are_those_of_full_precision(workers, wire):
+    """Flags, and buffers such as variances, which an error would make negative."""
+    act = [lambda g=g: g.reside({"float64": SIZE}, wire=wire, exact={"float64": 5}) for g in workers.groups]
+    residents, values = together(act), some(np.random.default_rng(8))
+    make_round(residents, values, [1.0, 2.0, 1.0])
+    expected = mean(values, [1.0, 2.0, 1.0])
+    for resident in residents:
+        np.testing.assert_allclose(resident.flat["float64"][-5:], expected[-5:], rtol=1e-12)
+        assert not np.allclose(resident.flat["float64"][:-5], expected[:-5], rtol=1e-3)
+        assert resident.flat["float64"].tobytes() == residents[0].flat["float64"].tobytes()
+
+
+@pytest.mark.parametrize("wire", WIRES)
 def test_what_has_no_errors_is_refused(workers, wire):
     resident = open_vectors(workers.groups, wire)[0]
     with pytest.raises(InvalidArgument, match=f"wire='{wire}' keeps errors.*max has none"):
@@ -274,14 +287,19 @@ def test_members_that_change_keep_the_same_bits(tmp_path, wire):
     for _ in range(2):
         make_round(residents[:2], some(rng)[:2], [1.0] * 2)
         assert residents[0].flat["float64"].tobytes() == residents[1].flat["float64"].tobytes()
-    joining = Begun(workers.groups[2].membership.join)
-    while not joining.is_over:
-        make_round(residents[:2], some(rng)[:2], [1.0] * 2)
-    assert joining.result() is True
-    # It has asked for their state; a round of all follows.
-    for _ in range(3):
-        together([group.membership.provide_state for group in workers.groups[:2]])
-        done = make_round(residents, some(rng), [1.0] * WORLD)
-        assert done[0].ranks == (0, 1, 2)
-        assert len({resident.flat["float64"].tobytes() for resident in residents}) == 1
+
+    def go_on(rank: int) -> list[bytes]:
+        """Rounds until three had all members; gives their results."""
+        found, own = list[bytes](), np.random.default_rng(rank)
+        if rank == 2:
+            assert workers.groups[2].membership.join() is True
+        while len(found) < 3:
+            workers.groups[rank].membership.provide_state()
+            residents[rank].flat["float64"][:] = own.standard_normal(SIZE)
+            if residents[rank].all_reduce("mean").ranks == (0, 1, 2):
+                found.append(residents[rank].flat["float64"].tobytes())
+        return found
+
+    first, *others = together([lambda rank=rank: go_on(rank) for rank in range(WORLD)])
+    assert len(first) == 3 and all(other == first for other in others)
     workers.close()

@@ -39,12 +39,18 @@ class ErrorFeedback:
     One thread may compress while another receives.
     """
 
-    def __init__(self, layout: Layout, wire: str) -> None:
+    def __init__(self, layout: Layout, wire: str, *, parameter_count: int | None = None) -> None:
+        """The entries from `parameter_count` on are buffers and the like, which no codec for changes carries: an error
+        could make a variance negative."""
         self._layout = layout
         self._codecs: dict[bool, list[Codec]] = {}  # of each chunk; True: for changes
         self._sizes: dict[bool, list[int]] = {}
         for is_change, codec in (True, get_codec(wire)), (False, get_codec(get_codec(wire).for_values)):
             codecs = [codec if c.dtype in {"float32", "float64"} else _UNCOMPRESSED for c in layout.chunks]
+            if codec.is_for_changes and parameter_count is not None:
+                for k, chunk in enumerate(layout.chunks):
+                    if codecs[k] is codec and any(part.entry >= parameter_count for part in chunk.parts):
+                        codecs[k] = get_codec(codec.for_values)
             self._codecs[is_change] = codecs
             self._sizes[is_change] = [
                 one.size_bytes(c.size, np.dtype(c.dtype).itemsize) for one, c in zip(codecs, layout.chunks, strict=True)

@@ -58,10 +58,12 @@ class TcpCenter:
         wire: str = "float32",
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
+        parameter_count: int | None = None,
     ) -> None:
-        """`live` returns p, the number of live workers, where another connection knows it better."""
+        """`live` returns p, the number of live workers, where another connection knows it better. Entries from
+        `parameter_count` on are buffers and the like."""
         self.link, self.name, self.layout = link, name, layout
-        self.feedback = ErrorFeedback(layout, wire)
+        self.feedback = ErrorFeedback(layout, wire, parameter_count=parameter_count)
         self.seen = [0] * len(layout.chunks)
         self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._rank, self._deadline_s = rank, deadline_s
@@ -81,13 +83,23 @@ class TcpCenter:
         state: StateNames = NO_STATE,
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
+        parameter_count: int | None = None,
     ) -> tuple["TcpCenter", bool]:
         """Open the center `name` at the host, or create it from `model`; return it and whether it was created.
 
         `state` names what the rule keeps at the center, of zeros at first.
         """
         layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)), state=state)
-        center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
+        center = cls(
+            link,
+            name,
+            layout,
+            rank=rank,
+            wire=wire,
+            deadline_s=deadline_s,
+            live=live,
+            parameter_count=parameter_count,
+        )
         return center, retry_until(link, lambda: center._open(model, note), deadline_s)
 
     def _open(self, model: FlatModel, note: str) -> bool:

@@ -7,7 +7,7 @@ have no weights.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from maniple.collectives.error_feedback import CompressedSlices, GatheredVector
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.reductions import combine
 from maniple.collectives.values import empty_packed, is_packed, opened
-from maniple.contracts import Array, ResidentVectors, Round
+from maniple.contracts import NO_EXACT, Array, ResidentVectors, Round
 from maniple.errors import CallMismatch, InvalidArgument, ManipleError, PeerLost, WaitedTooLong
 from maniple.wire.codecs import get_codec, load_kernels_in_background
 
@@ -54,21 +54,25 @@ class PeerToPeer(CollectiveGroup):
         """Report waits for other workers that take unusually long."""
         self._link.report_long_waits(on_report)
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
         """Vectors that are reduced in place, again and again."""
         if device != "cpu":
             raise InvalidArgument(
                 f"collectives {self.name!r} have no vectors on {device}, only on the CPU. Use --collectives torch."
             )
-        return self.register(sizes, wire, {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()})
+        return self.register(sizes, wire, {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}, exact)
 
-    def register(self, sizes: dict[str, int], wire: str, flat: dict[str, Array]) -> "PeerVectors":
+    def register(
+        self, sizes: dict[str, int], wire: str, flat: dict[str, Array], exact: Mapping[str, int] = NO_EXACT
+    ) -> "PeerVectors":
         """Check that all workers have vectors of the same sizes. `flat` is empty for those that lie elsewhere."""
         for dtype, size in sizes.items():
             check_resident(dtype, wire)
             self._compare(CollectiveCall("reside", dtype, size, wire=wire))
         self._registered += 1
-        return PeerVectors(self._link, sizes, flat, wire, tag=_RESIDENT_TAG + 2 * self._registered)
+        return PeerVectors(self._link, sizes, flat, wire, tag=_RESIDENT_TAG + 2 * self._registered, exact=exact)
 
     def close(self) -> None:
         """Leave the group."""
@@ -137,11 +141,24 @@ class PeerToPeer(CollectiveGroup):
 class PeerVectors:
     """Vectors that are reduced in place (`contracts.ResidentVectors`). The call travels with the first values."""
 
-    def __init__(self, link: "PeerLink", sizes: dict[str, int], flat: dict[str, Array], wire: str, *, tag: int) -> None:
+    def __init__(
+        self,
+        link: "PeerLink",
+        sizes: dict[str, int],
+        flat: dict[str, Array],
+        wire: str,
+        *,
+        tag: int,
+        exact: Mapping[str, int] = NO_EXACT,
+    ) -> None:
         self._link, self._wire, self._tag = link, wire, tag
         self._dtype, self._size = next(iter(sizes), "float32"), sum(sizes.values())
         self.flat: dict[str, Any] = dict(flat)
-        self._slices = [_slices_of(link, array, wire, tag=tag) for array in flat.values()]
+        self._slices = [
+            slices
+            for dtype, array in flat.items()
+            for slices in _slices_of(link, array, wire, tag=tag, exact=exact.get(dtype, 0))
+        ]
         self._rounds = 0
         self._sent: list[PeerMessage] = []
 
@@ -400,15 +417,23 @@ class _Slices:
         return [(peer, self._slices[peer]) for peer in self._link.others]
 
 
-def _slices_of(link: PeerLink, flat: Array, wire: str, *, tag: int) -> _Slices | CompressedSlices | GatheredVector:
-    """How one vector is reduced: in slices, with a codec that keeps errors, or, if that is sparse, as a whole."""
+def _slices_of(
+    link: PeerLink, flat: Array, wire: str, *, tag: int, exact: int
+) -> Iterator[_Slices | CompressedSlices | GatheredVector]:
+    """How one vector is reduced: in slices; with a codec that keeps errors and is sparse, as a whole; `exact` values at
+    its end are not compressed."""
     codec = get_codec(wire)
     if not codec.keeps_errors or not is_packed(flat, wire):
-        return _Slices(link, flat, wire, tag=tag)
+        yield _Slices(link, flat, wire, tag=tag)
+        return
     load_kernels_in_background(wire, size_bytes=flat.nbytes)
+    coarse, rest = flat[: flat.size - exact], flat[flat.size - exact :]
     if codec.is_sparse:
-        return GatheredVector(link, flat, codec, tag=tag)
-    return CompressedSlices(link, flat, codec, _spans(flat.size, link.size), tag=tag)
+        yield GatheredVector(link, coarse, codec, tag=tag)
+    else:
+        yield CompressedSlices(link, coarse, codec, _spans(coarse.size, link.size), tag=tag)
+    if exact:
+        yield _Slices(link, rest, "float32", tag=tag)
 
 
 def _spans(size: int, parts: int) -> list[slice]:

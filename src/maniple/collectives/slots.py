@@ -3,7 +3,7 @@ copied through them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from maniple.collectives.error_feedback import InPlaceFeedback
 from maniple.collectives.membership import Membership
 from maniple.collectives.reductions import JOURNAL_BYTES, SlicePart, block_bytes, bounds, warm_up
 from maniple.collectives.values import is_packed, rounded
-from maniple.contracts import Array, Round
+from maniple.contracts import NO_EXACT, Array, Round
 from maniple.errors import LayoutMismatch
 from maniple.memory.shm import map_file
 from maniple.wire.codecs import get_codec, load_kernels_in_background
@@ -174,6 +174,7 @@ class InPlaceVectors:
 
     Args:
         wire: compression changes the vectors before and after each round, so that all engines give similar results.
+        exact: how many values at the end of each vector codecs that keep errors leave as they are.
         slot: the serial number and memory of a slot that calls share; else the vectors get their own slot, and
             compiled kernels, which take a second to load.
     """
@@ -186,6 +187,7 @@ class InPlaceVectors:
         *,
         wire: str = "float32",
         slot: tuple[int, Array] | None = None,
+        exact: Mapping[str, int] = NO_EXACT,
     ) -> None:
         self._membership, self._slots, self._sizes, self._wire = membership, slots, sizes, wire
         self._dtype, self._count = next(iter(sizes), "float32"), sum(sizes.values())
@@ -208,7 +210,11 @@ class InPlaceVectors:
         self._feedback: InPlaceFeedback | None = None
         if (codec := get_codec(wire)).keeps_errors:
             load_kernels_in_background(wire, size_bytes=self._bytes)
-            vectors = [vector for vector in self._own.flat.values() if is_packed(vector, wire)]
+            vectors = [
+                vector[: vector.size - exact.get(dtype, 0)]
+                for dtype, vector in self._own.flat.items()
+                if is_packed(vector, wire)
+            ]
             self._feedback = InPlaceFeedback(codec, vectors)
         self._members: tuple[tuple[int, int], ...] = ()  # of the last round: rank, and the barrier it has joined at
 

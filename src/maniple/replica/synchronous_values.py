@@ -16,13 +16,16 @@ class SynchronousValues(Synchronous):
     """Exchanges the parameters of all workers after every k steps: each offers values, all accept their reduction."""
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
-        resident = self._collectives.reside(self._layout.sizes, wire=self._wire)
+        is_coarse = get_codec(self._wire).keeps_errors
+        # An error must not make a variance negative: only parameters are rounded coarsely.
+        exact = {"exact": self._layout.sizes_from(self._model.parameter_count)} if is_coarse else {}
+        resident = self._collectives.reside(self._layout.sizes, wire=self._wire, **exact)
         self._offers = self._layout.views(resident.flat)
         is_local = self._rule.norm == "local"
         self._local = {i for i in range(len(self._offers)) if is_local and self._model.is_buffer(i)}
         self._shared = [i for i in range(len(self._offers)) if i not in self._local]
         # A codec rounds the changes since the last round far less than the values, so these are computed here.
-        is_coarse, keeps_center = get_codec(self._wire).keeps_errors, "center" in self._rule.worker_vectors
+        keeps_center = "center" in self._rule.worker_vectors
         self._sends_difference = is_coarse and keeps_center and not self._rule.offers_changes
         return self._layout, resident
 
