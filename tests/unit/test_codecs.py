@@ -331,6 +331,16 @@ def test_bytes_of_topk_are_positions_then_values_then_levels():
     assert topk.size_bytes(4096) == 64 * 14 // 8 + 8
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 9000))
+def test_any_bytes_of_the_right_size_decode_to_something(name, seed, count):
+    size = get_codec(name).size_bytes(count, 4)
+    data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    room = np.full(count + 64, 77, np.float32)
+    get_codec(name).unpack(data, room[32 : count + 32])
+    assert (room[:32] == 77).all() and (room[count + 32 :] == 77).all()
+
+
 def test_topk_ignores_positions_that_do_not_exist():
     values = np.ones(10, np.float32)
     data = pack("topk", values)

@@ -1,6 +1,7 @@
 """Synchronous values: all workers exchange parameters after every k steps (LocalSGD; EASGD and Downpour with sync)."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class SynchronousValues(Synchronous):
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         is_coarse = get_codec(self._wire).keeps_errors
         # An error must not make a variance negative: only parameters are rounded coarsely.
-        exact = {"exact": self._layout.sizes_from(self._model.parameter_count)} if is_coarse else {}
+        exact: dict[str, Any] = {"exact": self._layout.sizes_from(self._model.parameter_count)} if is_coarse else {}
         resident = self._collectives.reside(self._layout.sizes, wire=self._wire, **exact)
         self._offers = self._layout.views(resident.flat)
         is_local = self._rule.norm == "local"
