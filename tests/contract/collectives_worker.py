@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,35 @@ def left_out(collectives: Collectives) -> dict[str, object]:
     return found
 
 
+def compressed(collectives: Collectives) -> dict[str, object]:
+    """Rounds by the codecs that keep errors: checksums of the results, and how far their sum is off."""
+    size, world = 50_000, len(collectives.ranks)
+    found: dict[str, object] = {}
+    link, messages = getattr(collectives, "_link", None), list[int]()
+    if link is not None:
+        usual = link.begin_send
+
+        def counted(peer: int, data: np.ndarray, tag: int) -> object:
+            messages.append(data.nbytes)
+            return usual(peer, data, tag)
+
+        link.begin_send = counted
+    for wire in ("int8", "int4", "topk"):
+        resident = collectives.reside({"float32": size}, wire=wire)
+        checksums, arrived, expected, sent = list[int](), np.zeros(size), np.zeros(size), list[list[int]]()
+        for number in range(10):
+            values = [np.random.default_rng([number, rank]).standard_normal(size) for rank in range(world)]
+            resident.flat["float32"][:] = values[collectives.rank]
+            messages.clear()
+            sent.append([resident.all_reduce("mean").size_bytes, sum(messages)])
+            checksums.append(zlib.crc32(resident.flat["float32"].tobytes()))
+            arrived += resident.flat["float32"]
+            expected += sum(values) / world
+        distance = np.linalg.norm(arrived - expected) / np.linalg.norm(expected)
+        found[wire] = [checksums, float(distance), sent]
+    return found
+
+
 def two_at_once(engine: str, environment: Environment, first: Collectives) -> list[int]:
     """Two groups of one process, called alternately and in different ways."""
     second = open_collectives(engine, environment, f"second-{environment.world}")
@@ -259,6 +289,7 @@ def look(engine: str, environment: Environment, folder: Path) -> None:
         "calls": user_calls(collectives),
         "two": two_at_once(engine, environment, collectives),
         "left out": left_out(collectives),
+        "compressed": compressed(collectives),
         "name": collectives.name,
     }
     collectives.close()

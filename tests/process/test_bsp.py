@@ -103,6 +103,11 @@ LESSONS = """
     train("reset", maniple.LocalSGD(3, momentum="reset"))
     train("msync", maniple.MSync(worker.world))
     train("half", maniple.BSP(), wire="bfloat16")
+    for wire in ("int8", "int4", "topk"):
+        train(wire, maniple.BSP(check_every=3), wire=wire)
+        train(f"local {wire}", maniple.LocalSGD(3, check_every=2), wire=wire)
+    train("norm int4", maniple.LocalSGD(3, check_every=2), kind="norm", wire="int4")
+    train("spare topk", maniple.BSP(check_every=3), kind="spare", wire="topk")
     train("elastic", maniple.EASGD(sync=True), pace=maniple.Every(3))
     train("downpour", maniple.Downpour(sync=True), momentum=0)
     np.savez(f"{sys.argv[1]}-{worker.rank}.npz", **found)
@@ -132,6 +137,7 @@ def of(found: dict[str, np.ndarray], lesson: str) -> np.ndarray:
 
 
 EQUAL = ["bsp", "uneven", "parts", "clipped", "norm", "norm uneven", "compiled", "plain sgd", "local 1", "msync"]
+COARSE = ["int8", "int4", "topk", "local int8", "local int4", "local topk", "norm int4"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -143,7 +149,10 @@ def test_p_workers_equal_one_on_all_their_batches(lessons: Any, world: int, less
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("lesson", [*EQUAL, "spare", "half", "reset", "downpour", "sum", "normed sum", "clipped sum"])
+@pytest.mark.parametrize(
+    "lesson",
+    [*EQUAL, "spare", "half", "reset", "downpour", "sum", "normed sum", "clipped sum", "spare topk", *COARSE],
+)
 def test_replicas_are_the_same_to_the_bit(lessons: Any, world: int, lesson: str):
     first, *others = [of(found, lesson).tobytes() for found in lessons(world)]
     assert all(other == first for other in others)
@@ -171,11 +180,24 @@ def test_half_precision_on_the_wire_is_near_full_precision(lessons: Any):
         assert not np.array_equal(of(found, "half"), of(found, "bsp"))
 
 
+def test_coarse_codecs_train_and_int8_comes_near_full_precision(lessons: Any):
+    """Topk has sent only a few of all gradients after these few steps."""
+    for found in lessons(2):
+        np.testing.assert_allclose(of(found, "int8"), of(found, "bsp"), rtol=0.05, atol=0.02)
+        np.testing.assert_allclose(of(found, "local int8"), of(found, "local 3"), rtol=0.05, atol=0.05)
+        for lesson in COARSE:
+            assert np.isfinite(of(found, lesson)).all()
+            assert not np.array_equal(of(found, lesson), of(found, "bsp"))
+        for name, variance in found.items():
+            assert "running_var" not in name or variance.min() > 0, name
+
+
 def test_parameters_that_nobody_uses_are_left_alone(lessons: Any):
     begun = lessons(1)[0]
     for found in lessons(2):  # weight decay would have changed them
         assert np.array_equal(found["spare/spare.weight"], begun["spare/spare.weight"])
         assert not np.array_equal(found["spare/some.weight"], begun["spare/some.weight"])  # used by worker 0 alone
+        assert np.array_equal(found["spare topk/spare.weight"], begun["spare/spare.weight"])
 
 
 def test_synchronous_elastic_averaging_and_downpour_train(lessons: Any):

@@ -74,6 +74,8 @@ LESSONS = """
     train("spare", spare=True)
     train("clipped", way="clipped")
     train("half", wire="bfloat16")
+    train("int8", wire="int8")
+    train("topk", wire="topk")
     train("norm", norm="synchronised", spare=True)
     train("sum", way="accumulated", op="sum")
     for overlap in (False, True):                                  # a second pass would count the first one's sum again
@@ -120,7 +122,7 @@ def test_overlap_trains_as_without(lessons: Any, lesson: str):
         np.testing.assert_allclose(with_, without, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("lesson", [*SAME, "half"])
+@pytest.mark.parametrize("lesson", [*SAME, "half", "int8", "topk"])
 def test_replicas_are_the_same_to_the_bit(lessons: Any, lesson: str):
     assert of(lessons[0], f"{lesson}/True").tobytes() == of(lessons[1], f"{lesson}/True").tobytes()
 
@@ -133,8 +135,9 @@ def test_a_sum_is_not_summed_again(lessons: Any, overlap: bool):
         assert "summed over 2 workers" in str(found[f"refused {overlap}"])
 
 
-def test_half_precision_is_near_full_precision(lessons: Any):
-    np.testing.assert_allclose(of(lessons[0], "half/True"), of(lessons[0], "twice/True"), rtol=0.1, atol=0.02)
+@pytest.mark.parametrize("lesson", ["half", "int8"])
+def test_less_precision_is_near_full_precision(lessons: Any, lesson: str):
+    np.testing.assert_allclose(of(lessons[0], f"{lesson}/True"), of(lessons[0], "twice/True"), rtol=0.1, atol=0.02)
 
 
 def test_passes_in_no_sync_make_no_rounds(lessons: Any):

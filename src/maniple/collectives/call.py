@@ -19,6 +19,7 @@ DTYPES = (
 )
 OPS = ("sum", "mean", "min", "max", "prod")
 WIRES = ("float32", "float16", "bfloat16")
+RESIDENT_WIRES = (*WIRES, "int8", "int4", "topk")  # of vectors that are reduced again and again: errors are kept
 _KINDS = (
     *("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident"),
     "exchange_pairs",
@@ -54,7 +55,7 @@ class CollectiveCall(NamedTuple):
     def from_record(cls, record: Sequence[float]) -> "CollectiveCall":
         """The inverse of `record`."""
         kind, dtype, op, wire, number, size, root = (int(value) for value in record[:7])
-        return cls(_KINDS[kind], DTYPES[dtype], size, OPS[op], root, WIRES[wire], float(record[7]), number)
+        return cls(_KINDS[kind], DTYPES[dtype], size, OPS[op], root, RESIDENT_WIRES[wire], float(record[7]), number)
 
     def matches(self, other: "CollectiveCall") -> bool:
         """Whether both are the same call. Weights and partners may differ, and the sizes of what is not reduced."""
@@ -73,7 +74,7 @@ class CollectiveCall(NamedTuple):
 
 @functools.cache
 def _codes(kind: str, dtype: str, op: str, wire: str) -> tuple[int, int, int, int]:
-    return _KINDS.index(kind), DTYPES.index(dtype), OPS.index(op), WIRES.index(wire)
+    return _KINDS.index(kind), DTYPES.index(dtype), OPS.index(op), RESIDENT_WIRES.index(wire)
 
 
 def compare(rank: int, calls: Mapping[int, CollectiveCall]) -> None:
@@ -97,8 +98,32 @@ def check_values(dtype: str, wire: str) -> None:
     """Raise InvalidArgument for values that cannot be sent."""
     if dtype not in DTYPES:
         raise InvalidArgument(f"values of dtype {dtype} cannot be sent (one of {', '.join(DTYPES)}). Convert them.")
+    if wire in RESIDENT_WIRES[len(WIRES) :]:
+        raise InvalidArgument(
+            f"wire={wire!r} adds the errors of one round to the next, and a single call has no next one. Use one of "
+            f"{', '.join(WIRES)}, or share a model with it."
+        )
     if wire not in WIRES:
         raise InvalidArgument(f"wire={wire!r} is no wire format of collectives. Use one of {', '.join(WIRES)}.")
+
+
+def check_resident(dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for vectors that cannot be reduced again and again."""
+    if wire not in RESIDENT_WIRES:
+        raise InvalidArgument(
+            f"wire={wire!r} is no wire format of collectives. Use one of {', '.join(RESIDENT_WIRES)}."
+        )
+    check_values(dtype, "float32")
+
+
+def check_resident_reduction(op: str, dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for vectors that cannot be reduced by `op`."""
+    check_resident(dtype, wire)
+    check_reduction(op, dtype, "float32")
+    if wire not in WIRES and op not in {"sum", "mean"}:
+        raise InvalidArgument(
+            f"wire={wire!r} keeps errors, which sums and means have, and {op} has none. Use bfloat16."
+        )
 
 
 def check_reduction(op: str, dtype: str, wire: str) -> None:

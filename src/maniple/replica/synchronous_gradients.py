@@ -14,6 +14,7 @@ from maniple.layout import Layout
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import nonfinite_entry
 from maniple.replica.synchronous import Synchronous
+from maniple.wire.codecs import get_codec
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -28,19 +29,25 @@ class SynchronousGradients(Synchronous):
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         model, rule, background = self._model, self._rule, self._collectives.background
+        is_coarse = get_codec(self._wire).keeps_errors
+        if is_coarse and model.device != "cpu":
+            background = None  # these codecs compute on the CPU
         buckets = model.buckets(norm=rule.norm) if rule.overlap and background is not None else None
         self._overlap: _Overlap | None = None
         self._gradients: FlatGradients
         if buckets is not None and background is not None:
+            exact = {"exact": buckets.layout.sizes_from(buckets.gradient_count)} if is_coarse else {}
             resident = background.reside_in_parts(
-                buckets.layout.sizes, buckets.parts, wire=self._wire, device=model.device
+                buckets.layout.sizes, buckets.parts, wire=self._wire, device=model.device, **exact
             )
             self._overlap = _Overlap(buckets, resident)
             self._gradients = buckets
         else:
             self._gradients = model.gradients(norm=rule.norm)
             device = "cpu" if background is None else model.device
-            resident = self._collectives.reside(self._gradients.layout.sizes, wire=self._wire, device=device)
+            layout = self._gradients.layout
+            exact = {"exact": layout.sizes_from(self._gradients.gradient_count)} if is_coarse else {}
+            resident = self._collectives.reside(layout.sizes, wire=self._wire, device=device, **exact)
         self._is_reduced = False  # the next step has averaged gradients
         self._is_averaged = True  # no backward pass has added to them since, as far as is known
         self._is_watching = False  # backward passes report new gradients
@@ -118,7 +125,7 @@ class SynchronousGradients(Synchronous):
             self._complete_round()
         finally:
             replica.is_exchanging = False
-        replica.progress.round(len(self._last.ranks), self._layout.size_bytes)
+        replica.progress.round(len(self._last.ranks), self._last.size_bytes)
         replica.spent_s += clock.monotonic() - begin
         self._is_reduced = self._is_averaged = True
         if self._context.exit_code is not None:

@@ -47,6 +47,7 @@ class BSP(CenterMemory):
 
     every = 1
     is_synchronous = True
+    offers_changes = False
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class DiLoCo(Streaming, CenterMemory):
         self.norm = one_of("norm", norm, NORMS)
         self.check_every = checked_count("check_every", check_every, 0)
         self.nonfinite = checked_nonfinite("DiLoCo", nonfinite, is_sync=sync)
+        self.offers_changes = not self._is_mean
         self._stream(fragments, delay, alpha, overlap=overlap)
         if self.buffer == 1:
             raise InvalidArgument(

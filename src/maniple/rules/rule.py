@@ -58,6 +58,7 @@ class Rule:
     every: int = 10  # the default pace, in steps
     is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
     averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
+    offers_changes: bool = False  # what `offer` writes is a change, which a codec may round coarsely, and not a value
     worker_vectors: tuple[str, ...] = ()  # names of what each worker keeps
     worker_scalars: tuple[str, ...] = ()
     center_vectors: tuple[
@@ -145,6 +146,7 @@ class CenterMemory(Rule):
     """The base of rules that may keep `state["center"]`: the center as this worker last saw it."""
 
     saves_worker_state = False
+    offers_changes = True
 
     def offer(self, x: Array, state: State, out: Array) -> None:
         """What this worker has changed: its distance from the center."""
