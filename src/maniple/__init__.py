@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
+from maniple.rules import ASGD, BSP, EASGD, Downpour, Gossip, LocalSGD, MSync, NoLoCo, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ __all__ = [
     "Downpour",
     "Every",
     "Feed",
+    "Gossip",
     "LocalSGD",
     "MSync",
     "ManipleError",
+    "NoLoCo",
     "Pool",
     "Prefetch",
     "RateLimit",

@@ -14,6 +14,8 @@
                            collectives-*  member table of one group; collectives-0.RANK.* a worker's slots,
                                      collectives-0.parcel-* state for newcomers, collectives-0.device-RANK and
                                      collectives-0.engine: the device of each worker's gradients and the engine chosen
+                           peers-0.* mailboxes of the workers that share the first model by gossip; publish: the lock of
+                                     the worker that brings the center up to date
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the network side; saving: by who writes a snapshot, and how many are kept
                            restored  if the center began again from a snapshot; resumed: workers may continue with
@@ -134,7 +136,7 @@ class Segment:
         _write_owner(path / "host", run)
         segment = cls(path)
         segment._guard = guard
-        for old in path.glob("collectives-*"):  # all their members have died with the host
+        for old in (*path.glob("collectives-*"), *path.glob("peers-*")):  # their workers have died with the host
             old.unlink(missing_ok=True)
         for rank in np.flatnonzero(segment._states == LIVE):
             segment.mark(int(rank), DEAD)

@@ -4,6 +4,7 @@
     with_center              each worker exchanges with the center when its pace says so
     synchronous_gradients    all workers average their gradients before each step, by collectives
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
+    with_peers               each worker exchanges with random peers, without a center
 
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
@@ -17,6 +18,7 @@ from maniple.adapters import Adapter
 from maniple.contracts import Array, Center, Collectives, OnValue, State, StateNames
 from maniple.errors import Conflict, InvalidArgument
 from maniple.layout import RuleState
+from maniple.memory.segment import Segment
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
@@ -176,11 +178,22 @@ class Sharing:
 
 
 def sharing_for(
-    rule: Rule, center: Center | None, *, pace: Pace, wire: str, is_alone: bool, open_collectives: OpenCollectives
+    rule: Rule,
+    center: Center | None,
+    *,
+    pace: Pace,
+    wire: str,
+    is_alone: bool,
+    open_collectives: OpenCollectives,
+    segment: Segment | None = None,
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
     if is_alone or (center is None and not rule.is_synchronous):
         return Sharing()
+    if center is not None and rule.has_peers:
+        from maniple.replica.with_peers import WithPeers
+
+        return WithPeers(center, segment)
     if center is not None and not rule.is_synchronous:
         from maniple.replica.with_center import WithCenter
 

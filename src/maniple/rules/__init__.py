@@ -9,6 +9,7 @@ from maniple.rules.asgd import ASGD
 from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
+from maniple.rules.gossip import Gossip, NoLoCo
 from maniple.rules.kernels import warm_up, warm_up_in_background
 from maniple.rules.rule import Rule, changed, settings_of
 
@@ -18,8 +19,10 @@ __all__ = [
     "EASGD",
     "RULES",
     "Downpour",
+    "Gossip",
     "LocalSGD",
     "MSync",
+    "NoLoCo",
     "Rule",
     "changed",
     "noted_rule",
@@ -36,6 +39,8 @@ RULES: dict[str, type[Rule]] = {
     "bsp": BSP,
     "localsgd": LocalSGD,
     "msync": MSync,
+    "gossip": Gossip,
+    "noloco": NoLoCo,
 }
 
 

@@ -43,6 +43,8 @@ class Rule:
     every: int = 10  # the default pace, in steps
     is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
     averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
+    has_peers: bool = False  # each worker exchanges with random peers instead of the center
+    mailbox_vectors: tuple[str, ...] = ()  # names of what a worker publishes for its peers, of the model's size
     worker_vectors: tuple[str, ...] = ()  # names of what each worker keeps
     worker_scalars: tuple[str, ...] = ()
     center_vectors: tuple[
@@ -57,6 +59,13 @@ class Rule:
     check_every: int = 0  # exchanges between two comparisons of all replicas; 0: none
     nonfinite: str = "stop"  # a contribution that is not finite: "stop" the run, or "skip" it
     overlap: bool = False  # send gradients during the backward pass, if the collectives work in the background
+
+    @property
+    def meets(self) -> str:
+        """What an exchange is with: gradients or values of all workers, the center, or peers."""
+        if self.is_synchronous:
+            return "gradients" if self.averages_gradients else "values"
+        return "peers" if self.has_peers else "center"
 
     @property
     def worker_state(self) -> StateNames:
