@@ -83,7 +83,8 @@ def kill_again_and_again(folder: Path, rule: Gossip, *, kills: int, world: int =
         for rank in range(world):
             start(rank)
         await_begun()
-        before, joins = sums(segment.path, rule, SIZE), 0
+        weight = rule.first_weight(world, is_newcomer=False)
+        before, joins = (world * weight, weight * sum(range(world))), 0  # the workers are exchanging already
         for count in range(kills):
             time.sleep(rng.uniform(0, 0.03))
             if count % (kills // newcomers) == 1 and not rule.elastic:  # without weight, so the sums do not change

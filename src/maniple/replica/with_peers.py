@@ -83,13 +83,11 @@ class WithPeers(Sharing):
         if self._context.host.is_over:
             return
         self.neighbors.look(now)
-        self._receive()
         self._steps += 1
-        elapsed_s = now - replica.start
+        elapsed_s, is_sending = now - replica.start, False
         if replica.pace.due(self._steps, elapsed_s):
-            self._steps = 0
-            if self._peers.is_due():
-                self._send()
+            self._steps, is_sending = 0, self._peers.is_due()
+        self._exchange(is_sending=is_sending)
         if now >= self._next_publish and self._publish_pace.due(1, elapsed_s):
             self._next_publish = now + _PUBLISH_EVERY_S
             if self.neighbors.is_first:
@@ -102,31 +100,30 @@ class WithPeers(Sharing):
         """Take what has come, and send a message or make an outer step now."""
         self.replica.refuse_inside_center("exchange() was called")
         if not (self._is_finished or self._context.host.is_over):
-            self._receive()
-            self._send()
+            self._exchange(is_sending=True)
         self._context.exit_if_signalled()
 
-    def _receive(self) -> None:
+    def _exchange(self, *, is_sending: bool) -> None:
+        """Take what has come, and perhaps send."""
         replica = self.replica
-        replica.is_exchanging = True  # a SIGTERM waits
         begin = clock.monotonic()
+        replica.is_exchanging = True  # a SIGTERM waits
         try:
-            received = self._peers.receive(replica.steps)
+            made = self._peers.receive(replica.steps)
         finally:
             replica.is_exchanging = False
-        for outcome in received:
-            self._count(outcome, (clock.monotonic() - begin) / len(received))
-
-    def _send(self) -> None:
-        if (act := self._peers.prepare(self.replica.steps)) is not None:
-            self._count(*self.replica.timed("exchange", act))
-
-    def _count(self, outcome: Outcome, cost_s: float) -> None:
-        replica = self.replica
-        replica.progress.exchange(outcome)
-        replica.count_exchange(cost_s, outcome.size_bytes)
-        if outcome.refused or self._refusals.in_a_row:
-            self._refusals.check(outcome, source=_SOURCE)
+        spent_s = clock.monotonic() - begin if made else 0.0
+        if is_sending and (act := self._peers.prepare(replica.steps)) is not None:
+            outcome, cost_s = replica.timed("exchange", act)
+            made, spent_s = [*made, outcome], spent_s + cost_s
+        if not made:
+            return
+        for outcome in made:
+            replica.progress.exchange(outcome)
+        replica.count_exchange(spent_s, sum(outcome.size_bytes for outcome in made))
+        refused = Outcome(refused=[name for outcome in made for name in outcome.refused])
+        if refused.refused or self._refusals.in_a_row:  # one check per step: the second exchange finds nothing
+            self._refusals.check(refused.with_unique_names(), source=_SOURCE)
 
     def _write_row(self) -> None:
         peers = self._peers
@@ -228,7 +225,6 @@ class WithPeers(Sharing):
         replica = self.replica
         if replica.is_center or self._context.host.is_over:
             return
-        self._receive()
         replica.is_exchanging = True
         try:
             self._peers.leave(replica.steps)
