@@ -26,6 +26,7 @@ from maniple.rules.gossip import Gossip, NoLoCo
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
 
+_REFRESH_SHARE = 0.01  # of the time for publishing steps between two exchanges, which a kill would lose
 _PUBLISH_SHARE = 0.01  # of the time of one worker, for setting the center to the mean of all
 _PUBLISH_EVERY_S = 0.25  # at most so often, however small the model
 _PUBLISH_S = 10.0  # for which a worker that leaves waits for another that sets the center
@@ -46,7 +47,7 @@ class WithPeers(Sharing):
     def __init__(self, center: Center, segment: Segment | None) -> None:
         super().__init__(center)
         self._segment = segment
-        self._publish_pace = RateLimit(_PUBLISH_SHARE)
+        self._refresh_pace, self._publish_pace = RateLimit(_REFRESH_SHARE), RateLimit(_PUBLISH_SHARE)
         self._steps = 0  # since the pace was last due
         self._next_row = self._next_publish = 0.0
 
@@ -88,6 +89,8 @@ class WithPeers(Sharing):
         if replica.pace.due(self._steps, elapsed_s):
             self._steps, is_sending = 0, self._peers.is_due()
         self._exchange(is_sending=is_sending)
+        if replica.steps_since_exchange and self._refresh_pace.due(1, elapsed_s):
+            self._commit()
         if now >= self._next_publish and self._publish_pace.due(1, elapsed_s):
             self._next_publish = now + _PUBLISH_EVERY_S
             if self.neighbors.is_first:
@@ -172,9 +175,16 @@ class WithPeers(Sharing):
 
     def _commit(self) -> None:
         """Publish the replica as it is now."""
-        outcome, _ = self.replica.timed("publish", self._peers.publish, self.replica.steps)
+        replica, begin = self.replica, clock.monotonic()
+        replica.is_exchanging = True  # a SIGTERM waits
+        try:
+            outcome = self._peers.publish(replica.steps)
+        finally:
+            replica.is_exchanging = False
+        cost_s = clock.monotonic() - begin
+        self._refresh_pace.exchanged(cost_s, outcome.size_bytes)
         if outcome.size_bytes:
-            self.replica.count_exchange(0.0, outcome.size_bytes)
+            replica.count_exchange(cost_s, outcome.size_bytes)
 
     def pull(self) -> None:
         """Set the replica to the mean of all."""
