@@ -13,6 +13,7 @@ from maniple.memory.segment import LEFT, LIVE
 from maniple.record import Events, read_events
 from maniple.replica import sharing_for
 from maniple.replica.context import TrainingContext
+from maniple.replica.with_peers import WithPeers
 from maniple.worker.worker import check_rule
 
 RULES = [Gossip(q=0.5), Gossip(q=0.5, elastic=False), NoLoCo(every=2)]
@@ -43,6 +44,7 @@ class Workers:
         context = TrainingContext(environment, events=Events(self.folder / f"worker-{rank}.jsonl"))
         replica = Replica(model, sharing, rule=rule, pace=pace, context=context)
         self.replicas.append(replica)
+        assert isinstance(sharing, WithPeers)
         replica.sharing.begin()
         for one in self.replicas:
             one.sharing.neighbors.look()
