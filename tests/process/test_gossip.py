@@ -10,8 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maniple.adapters import adapt
+from maniple.layout import Layout
+from maniple.peers.mailbox import Mailbox
+from maniple.peers.mean import mean_of
+from maniple.rules import parse_rule
 from tests.process.conftest import MANIPLE, Run
-from tests.waiting import await_
+from tests.waiting import await_, is_gone
 
 DRAWN = """
     import pathlib, time, numpy as np, maniple
@@ -128,6 +133,28 @@ def test_a_resumed_run_begins_with_the_mean_that_was_saved(rule, start, tmp_path
     for rank in (0, 1):
         assert again.events(rank, "log")[-2]["first"] == pytest.approx(saved)
         assert again.events(rank, "log")[-1]["last"] == pytest.approx(saved)
+
+
+@pytest.mark.usefixtures("without_numba")
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_that_was_published_is_lost_when_the_host_is_killed(rule, start, tmp_path):
+    going = start(DRAWN, "-n", "2", "--rule", rule)
+    for rank in (0, 1):
+        going.await_event(rank, "gossip", count=2)
+    pids = [going.pid(rank) for rank in (0, 1)]
+    going.process.kill()
+    going.wait()
+    await_(lambda: all(map(is_gone, pids)))
+    (segment,) = Path(os.environ["MANIPLE_SHM"]).glob("maniple-*")
+    layout = Layout(adapt({f"w{i}": np.zeros(1000, "f4") for i in range(3)}).entries)
+    names = parse_rule(rule).mailbox_vectors
+    boxes = {rank: Mailbox.find(segment / f"peers-0.{rank}", layout, names) for rank in (0, 1)}
+    mean = mean_of(boxes, (0, 1), layout, names)["float32"][0]
+    del boxes
+    (tmp_path / "stop").touch()
+    again = Run(tmp_path, going.folder.name, [str(MANIPLE), "run", "--resume", str(going.folder)], {})
+    assert again.wait() == 0, again.output
+    assert [again.events(rank, "log")[-2]["first"] for rank in (0, 1)] == pytest.approx([mean, mean])
 
 
 @pytest.mark.usefixtures("without_numba")

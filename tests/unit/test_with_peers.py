@@ -9,7 +9,8 @@ from maniple.center import Segment, SharedCenter
 from maniple.collectives.engines import SingleWorker
 from maniple.environment import Environment
 from maniple.errors import Diverged, InvalidArgument
-from maniple.memory.segment import LEFT, LIVE
+from maniple.memory.segment import DEAD, LEFT, LIVE
+from maniple.peers.mean import collect_into_centers
 from maniple.record import Events, read_events
 from maniple.replica import sharing_for
 from maniple.replica.context import TrainingContext
@@ -28,7 +29,7 @@ class Workers:
 
     def __call__(self, params, rule: Rule, pace=None, *, world: int = 2, is_near: bool = True) -> Replica:
         model, rank = adapt(params), len(self.replicas)
-        center, _ = SharedCenter.open_or_create(self.segment, "center-0", model, rank=rank)
+        center, _ = SharedCenter.open_or_create(self.segment, "center-0", model, rank=rank, note=repr(rule))
         self.segment.mark(rank, LIVE)
         pace = pace or Every(rule.every)
         sharing = sharing_for(
@@ -133,6 +134,23 @@ def test_one_worker_trains_as_usual_and_the_center_follows(workers, rule):
     np.testing.assert_array_equal(params["w"], 50.0)
     workers.end(0)
     np.testing.assert_array_equal(workers.center, 50.0)
+
+
+def test_a_center_whose_host_was_killed_becomes_the_mean_of_all_that_were_alive(workers):
+    rule = Gossip(q=0.0)
+    params = [{"w": np.zeros(4)} for _ in range(3)]
+    for one in params:
+        workers(one, rule)
+    for rank, replica in enumerate(workers.replicas):
+        params[rank]["w"][:] = rank + 1
+        replica.sharing._commit()
+        workers.segment.mark(rank, DEAD)
+    workers.segment.died_with_host = frozenset({0, 1})
+    assert collect_into_centers(workers.segment) == 1
+    np.testing.assert_allclose(workers.center, 1.5, err_msg="worker 2 had died before")
+    assert not list(workers.segment.path.glob("peers-*"))
+    assert collect_into_centers(workers.segment) == 0
+    np.testing.assert_allclose(workers.center, 1.5)
 
 
 def test_a_push_reaches_the_center_and_a_pull_takes_the_mean(workers):

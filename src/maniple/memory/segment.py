@@ -68,7 +68,13 @@ _GUARD_S = 10.0  # a sweep that looks at a new segment holds its lock for millis
 
 
 class Segment:
-    """The shared-memory folder of one run."""
+    """The shared-memory folder of one run.
+
+    Attributes:
+        died_with_host: the ranks that were alive until their host was killed, if this is a run that was adopted.
+    """
+
+    died_with_host: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,10 +142,11 @@ class Segment:
         _write_owner(path / "host", run)
         segment = cls(path)
         segment._guard = guard
-        for old in (*path.glob("collectives-*"), *path.glob("peers-*")):  # their workers have died with the host
+        for old in path.glob("collectives-*"):  # all their members have died with the host
             old.unlink(missing_ok=True)
-        for rank in np.flatnonzero(segment._states == LIVE):
-            segment.mark(int(rank), DEAD)
+        segment.died_with_host = frozenset(map(int, np.flatnonzero(segment._states == LIVE)))
+        for rank in segment.died_with_host:
+            segment.mark(rank, DEAD)
         return segment
 
     @classmethod
