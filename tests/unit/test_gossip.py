@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from maniple import Gossip, NoLoCo, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment
-from maniple.clock import clock
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
 from maniple.memory.segment import DEAD, LEFT, LIVE
@@ -22,7 +21,6 @@ from maniple.peers.outer_exchange import OuterExchange
 from maniple.rules import parse_rule
 from maniple.rules.gossip import Shared, merge
 from tests.mailboxes import sums
-from tests.simulated_clock import SimulatedClock
 
 SIZE = 5
 FORMS = [Gossip(), Gossip(alpha=0.3), Gossip(elastic=False)]
@@ -271,14 +269,26 @@ def test_a_worker_that_left_and_comes_back_begins_as_a_newcomer(workers):
     assert run.receive(1) == 1 and run.peers[1].weight == 1
 
 
-def test_a_worker_that_leaves_does_not_wait_long_for_one_that_takes_nothing(workers):
-    run = workers(Gossip(elastic=False), 2)
-    run.send(0)
-    time = SimulatedClock(100.0)
-    with clock.replaced(time):
-        run.peers[0].leave(1)
-    assert time.now - 100 < 2
-    assert run.peers[0].weight == 0.25, "its share stays in its mailbox"
+@pytest.mark.parametrize("rule", FORMS, ids=repr)
+def test_the_share_of_a_worker_that_left_while_its_message_was_not_taken_is_adopted(rule, workers):
+    run = workers(rule, 3)
+    weight, total = run.sums()
+    while int(run.neighbors[2].own.header()["receiver"][0]) != 1:
+        run.receive(0)
+        run.send(2)
+    run.peers[2].leave(1)
+    assert run.peers[2].weight > 0, "it does not wait for the receiver"
+    run.peers[0].adopt_shares()
+    assert run.neighbors[0].box(2).header()["weight"][0] > 0, "it has not left yet"
+    run.end(2, LEFT)
+    run.peers[0].adopt_shares()
+    assert run.neighbors[0].box(2).header()["weight"][0] > 0, "one message at a time"
+    run.receive(1)
+    run.peers[0].adopt_shares()
+    assert run.neighbors[0].box(2).header()["weight"][0] == 0
+    assert run.receive(0) + run.receive(1) == 1
+    assert run.peers[0].weight + run.peers[1].weight == pytest.approx(weight)
+    np.testing.assert_allclose(run.sums()[1], total)
 
 
 def test_the_mean_includes_messages_on_their_way_and_leaves_out_the_dead(workers):

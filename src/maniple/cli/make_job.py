@@ -43,6 +43,11 @@ def job_from(**options: Any) -> Job:
         rule = parse_rule(options["rule"])
         if pace is not None:
             check_rule_and_pace(rule, parse_pace(pace))
+        if hosts and rule.has_peers:
+            raise InvalidArgument(
+                f"--rule {options['rule']} exchanges through shared memory, but --hosts starts workers on other "
+                "machines. Leave --hosts out, or choose a rule with a center: --rule easgd."
+            )
     return Job(
         workers=workers * max(1, len(hosts)),
         pace=pace,

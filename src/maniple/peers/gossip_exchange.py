@@ -11,12 +11,13 @@ message back, in a commit of its own, while it keeps the receiver from taking it
 import functools
 import math
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
+from maniple.center.arrays import GivenValues
 from maniple.center.chunked_model import ChunkedModel
-from maniple.clock import Deadline
 from maniple.contracts import Array, FlatModel, Outcome
 from maniple.layout import Layout
 from maniple.peers.mailbox import NOBODY, Mailbox
@@ -24,8 +25,6 @@ from maniple.peers.neighbors import Neighbors
 from maniple.rules.gossip import Gossip, Shared, merge
 
 Act = Callable[[int, Array], None]  # changes chunk k of the replica
-
-_LEAVE_S = 1.0  # for which a worker that leaves waits for its last message to be taken
 
 
 class GossipExchange:
@@ -102,12 +101,9 @@ class GossipExchange:
         return self._post(step, act, rank, header, shared)
 
     def leave(self, step: int) -> None:
-        """Hand over this worker's whole share to a live peer; it stays in the mailbox if there is none."""
+        """Hand over this worker's whole share to a live peer; else it stays in the mailbox, and a peer adopts it."""
         self.receive(step)
         self._neighbors.look()
-        deadline = Deadline(_LEAVE_S)
-        while self._neighbors.live() and not self._is_outbox_free(step) and not deadline.is_over():
-            deadline.pause()
         peer = self._receiver() if self.weight and self._is_outbox_free(step) else None
         if peer is None:
             self.publish(step)
@@ -117,6 +113,18 @@ class GossipExchange:
             self._outbox[k][:] = x
 
         self._post(step, act, peer[0], peer[2], Shared(self.weight, self.weight))
+
+    def adopt_shares(self) -> None:
+        """Hand over the shares that workers have left in their mailboxes, in their place."""
+        for rank in self._neighbors.left():
+            if (neighbors := self._neighbors.of(rank)) is None:
+                continue
+            with closing(neighbors):
+                values = self._layout.views(self._layout.allocate())
+                model = GivenValues(self._layout.entries, values.__getitem__)
+                gone = GossipExchange(self._rule, model, self._layout, neighbors, rank=rank)
+                restore(gone._chunks, self._layout.chunk_views(gone._own.vectors["x"]))
+                gone.leave(0)
 
     def _receiver(self) -> tuple[int, Mailbox, Array] | None:
         """A random live peer with its header; one that has no weight yet comes first."""

@@ -28,6 +28,7 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.contracts import Array
+from maniple.errors import WaitedTooLong
 from maniple.layout import Layout
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import MAX_WORKERS
@@ -51,7 +52,6 @@ HEADER = np.dtype(
 )
 _PAGE = 4096
 _OWNER, DELIVERY = 0, 1
-_OWNER_S = 10.0  # a predecessor's lock is released as soon as its process has ended
 _TRIES = 8  # of a read that commits of the owner interrupt: they are many steps apart
 
 
@@ -131,9 +131,14 @@ class Mailbox:
 class OwnMailbox(Mailbox):
     """This worker's own mailbox, which it alone writes. A successor of the same rank continues with it."""
 
-    def __init__(self, path: Path, layout: Layout, names: Sequence[str]) -> None:
+    def __init__(self, path: Path, layout: Layout, names: Sequence[str], *, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for the end of a process that owns it (WaitedTooLong)."""
         self._locks = ByteLocks(path)
-        self._locks.retry_until(_OWNER, timeout_s=_OWNER_S, what=f"the end of the process that owns {path}")
+        try:
+            self._locks.retry_until(_OWNER, timeout_s=timeout_s, what=f"the end of the process that owns {path}")
+        except WaitedTooLong:
+            self._locks.close()
+            raise
         super().__init__(path, layout, names, size_bytes=mailbox_bytes(layout, names))
 
     @property

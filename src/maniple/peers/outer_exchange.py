@@ -92,6 +92,9 @@ class OuterExchange:
         self._neighbors.look()
         self._step(step)
 
+    def adopt_shares(self) -> None:
+        """Do nothing: what workers that have left have published counts in the mean, and takes part no more."""
+
     def _peer(self, live: list[tuple[int, Mailbox]]) -> tuple[Mailbox | None, int]:
         """A random peer that has made an outer step, and at which step of its own."""
         headers = [(box, header) for _, box in live if (header := box.header()) is not None]

@@ -83,7 +83,8 @@ class WithPeers(Sharing):
         now = clock.monotonic()
         if self._context.host.is_over:
             return
-        self.neighbors.look(now)
+        if self.neighbors.look(now) and self.neighbors.is_first:
+            self._peers.adopt_shares()
         self._steps += 1
         elapsed_s, is_sending = now - replica.start, False
         if replica.pace.due(self._steps, elapsed_s):
