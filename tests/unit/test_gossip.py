@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from maniple import Gossip, NoLoCo, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment
+from maniple.clock import clock
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
 from maniple.memory.segment import DEAD, LEFT, LIVE
@@ -21,6 +22,7 @@ from maniple.peers.outer_exchange import OuterExchange
 from maniple.rules import parse_rule
 from maniple.rules.gossip import Shared, merge
 from tests.mailboxes import sums
+from tests.simulated_clock import SimulatedClock
 
 SIZE = 5
 FORMS = [Gossip(), Gossip(alpha=0.3), Gossip(elastic=False)]
@@ -227,6 +229,24 @@ def test_a_message_is_not_taken_back_while_its_receiver_is_taking_it(workers):
         run.send(0)
         assert run.receive(1) == 0, "the sender is about to take it back"
     assert run.receive(1) == 1
+
+
+@pytest.mark.parametrize("rule", FORMS, ids=repr)
+def test_a_silent_receiver_keeps_a_message_for_two_seconds_and_gets_the_next_once_it_is_back(rule, workers):
+    time = SimulatedClock(100.0)
+    with clock.replaced(time):
+        run = workers(rule, 2)
+        before = run.sums()
+        assert run.send(0)
+        time.now += 1.9
+        assert not run.send(0) and run.peers[0].returned == 0
+        time.now += 0.2
+        assert not run.send(0) and run.peers[0].returned == 1, "taken back, and nobody else is there"
+        assert run.receive(1) == 0
+        assert not run.send(0), "still silent"
+        run.peers[1].publish(1)
+        assert run.send(0) and run.receive(1) == 1
+        np.testing.assert_allclose(run.sums()[1], before[1])
 
 
 def test_a_message_outlives_its_sender(workers):

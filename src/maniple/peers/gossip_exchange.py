@@ -4,8 +4,9 @@
     receiver    after its next step: takes it; commits: its new state, and that k of this sender is applied
     sender      sees that k is applied, and may send again
 
-A sender whose last message is not taken yet sends none. If the receiver is not alive any more, the sender takes its
-message back, in a commit of its own, while it keeps the receiver from taking it (`Mailbox.delivery`).
+A sender whose last message is not taken yet sends none. If the receiver is not alive any more, or has not taken it for
+two seconds, the sender takes its message back, in a commit of its own, while it keeps the receiver from taking it
+(`Mailbox.delivery`). It then sends to others, until the silent one commits something.
 """
 
 import functools
@@ -18,11 +19,14 @@ import numpy as np
 
 from maniple.center.arrays import GivenValues
 from maniple.center.chunked_model import ChunkedModel
+from maniple.clock import clock
 from maniple.contracts import Array, FlatModel, Outcome
 from maniple.layout import Layout
 from maniple.peers.mailbox import NOBODY, Mailbox
 from maniple.peers.neighbors import Neighbors
 from maniple.rules.gossip import Gossip, Shared, merge
+
+_PATIENCE_S = 2.0  # longer than most steps; a receiver with longer ones still gets the messages of its last 2 s
 
 Act = Callable[[int, Array], None]  # changes chunk k of the replica
 
@@ -32,7 +36,7 @@ class GossipExchange:
 
     Attributes:
         sent, received, skipped, returned: messages so far; skipped: not sent, since the last one was not taken yet or
-            nobody was there to take it; returned: taken back from receivers that had gone.
+            nobody was there to take it; returned: taken back from receivers that had gone or were silent.
     """
 
     def __init__(self, rule: Gossip, model: FlatModel, layout: Layout, neighbors: Neighbors, *, rank: int) -> None:
@@ -42,6 +46,8 @@ class GossipExchange:
         self._outbox = layout.chunk_views(self._own.outbox)
         self._header = own_header(self._own)
         self._steps_before = int(self._header["step"][0])  # of predecessors
+        self._posted_s = clock.monotonic()
+        self._silent: dict[int, int] = {}  # receivers of messages that were taken back, and their commits then
         self.sent = self.received = self.skipped = self.returned = 0
 
     @property
@@ -128,7 +134,8 @@ class GossipExchange:
 
     def _receiver(self) -> tuple[int, Mailbox, Array] | None:
         """A random live peer with its header; one that has no weight yet comes first."""
-        live = [(rank, box, header) for rank, box in self._neighbors.live() if (header := box.header()) is not None]
+        heard = [(rank, box) for rank, box in self._neighbors.live() if box.commits != self._silent.get(rank)]
+        live = [(rank, box, header) for rank, box in heard if (header := box.header()) is not None]
         weighted = [one for one in live if one[2]["weight"][0] > 0]
         if self._rule.elastic:  # one without weight has handed over its share, and is about to leave
             live = weighted
@@ -166,12 +173,14 @@ class GossipExchange:
             return False
         if applied >= number:
             return True
-        if self._neighbors.is_live(receiver):
+        if self._neighbors.is_live(receiver) and clock.monotonic() - self._posted_s < _PATIENCE_S:
             return False
         with box.delivery() as is_free:
             if not is_free or (applied := box.applied(self._rank)) is None:
                 return False
             if applied < number:
+                if self._neighbors.is_live(receiver):
+                    self._silent[receiver] = box.commits
                 self._take_back(step)
         return True
 
@@ -186,6 +195,7 @@ class GossipExchange:
 
     def _post(self, step: int, act: Act, rank: int, header: Array, shared: Shared) -> Outcome:
         """Commit with a message for worker `rank`, whose header was seen. `act` writes the outbox."""
+        self._posted_s = clock.monotonic()
         return self._change(
             step,
             act,
