@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maniple import Gossip, NoLoCo, Rule
+from maniple import Every, Gossip, NoLoCo, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment
 from maniple.clock import clock
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
+from maniple.live_settings import check_changes, follow
 from maniple.memory.segment import DEAD, LEFT, LIVE
 from maniple.peers.gossip_exchange import GossipExchange
 from maniple.peers.mailbox import OwnMailbox
 from maniple.peers.neighbors import Neighbors
 from maniple.peers.outer_exchange import OuterExchange
-from maniple.rules import parse_rule
+from maniple.rules import noted_rule, parse_rule
 from maniple.rules.gossip import Shared, merge
 from tests.mailboxes import sums
 from tests.simulated_clock import SimulatedClock
@@ -278,6 +279,13 @@ def test_a_newcomer_to_gosgd_gets_its_first_values_from_a_peer(workers):
     assert run.receive(3) == 1
     np.testing.assert_array_equal(run.x[3], sent)
     assert run.sums()[0] == 1
+    run.peers[3].leave(1)
+    assert run.peers[3].weight == 0
+    run.receive(0), run.receive(1), run.receive(2)
+    for _ in range(20):
+        run.receive(0), run.receive(2)
+        run.send(0), run.send(2)
+        assert run.receive(3) == 0, "it is leaving: no newcomer any more"
 
 
 def test_a_worker_that_left_and_comes_back_begins_as_a_newcomer(workers):
@@ -440,3 +448,17 @@ def test_settings_that_make_no_sense_are_refused(text, words):
     with pytest.raises(InvalidArgument) as refused:
         parse_rule(text)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("rule", [Gossip(q=0.2), Gossip(elastic=False), NoLoCo(20)], ids=repr)
+def test_a_rule_is_found_again_by_its_note(rule):
+    assert noted_rule(repr(rule)) == rule
+
+
+def test_the_probability_may_be_changed_while_a_run_trains():
+    rule = Gossip()
+    check_changes({"q": 0.5}, [repr(rule)])
+    follow({"q": 0.5}, rule, Every(1))
+    assert rule.q == 0.5
+    with pytest.raises(InvalidArgument, match="q=3"):
+        check_changes({"q": 3}, [repr(rule)])

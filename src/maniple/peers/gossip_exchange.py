@@ -61,7 +61,8 @@ class GossipExchange:
             restore(self._chunks, self._layout.chunk_views(self._own.vectors["x"]))
             return True
         is_newcomer = self._own.commits > 0 or self._rank >= world  # its predecessor may have handed over its share
-        self._change(0, _keep, weight=self._rule.first_weight(world, is_newcomer=is_newcomer))
+        weight = self._rule.first_weight(world, is_newcomer=is_newcomer)
+        self._change(0, _keep, weight=weight, is_newcomer=not weight)
         return False
 
     def is_due(self) -> bool:
@@ -108,8 +109,8 @@ class GossipExchange:
 
     def leave(self, step: int) -> None:
         """Hand over this worker's whole share to a live peer; else it stays in the mailbox, and a peer adopts it."""
-        self.receive(step)
         self._neighbors.look()
+        self.receive(step)
         peer = self._receiver() if self.weight and self._is_outbox_free(step) else None
         if peer is None:
             self.publish(step)
@@ -136,12 +137,9 @@ class GossipExchange:
         """A random live peer with its header; one that has no weight yet comes first."""
         heard = [(rank, box) for rank, box in self._neighbors.live() if box.commits != self._silent.get(rank)]
         live = [(rank, box, header) for rank, box in heard if (header := box.header()) is not None]
-        weighted = [one for one in live if one[2]["weight"][0] > 0]
-        if self._rule.elastic:  # one without weight has handed over its share, and is about to leave
-            live = weighted
-        elif len(weighted) < len(live):
-            live = [one for one in live if not one[2]["weight"][0]]
-        return self._neighbors.random.choice(live) if live else None
+        newcomers = [one for one in live if one[2]["is_newcomer"][0]]
+        found = newcomers or [one for one in live if one[2]["weight"][0] > 0]
+        return self._neighbors.random.choice(found) if found else None
 
     def _is_for_me(self, rank: int, header: Array) -> bool:
         is_new = int(header["number"][0]) > int(self._header["applied"][0, rank])
@@ -159,7 +157,7 @@ class GossipExchange:
         self.received += 1
         applied = self._header["applied"].copy()
         applied[0, rank] = header["number"][0]
-        outcome = self._change(step, act, weight=weight + shared.weight, applied=applied)
+        outcome = self._change(step, act, weight=weight + shared.weight, is_newcomer=False, applied=applied)
         outcome.staleness = float(max(0, self._steps_before + step - int(header["seen_step"][0])))
         return outcome
 

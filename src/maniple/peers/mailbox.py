@@ -42,6 +42,7 @@ HEADER = np.dtype(
     [
         ("step", "<i8"),  # of the owner, at this commit
         ("weight", "<f8"),
+        ("is_newcomer", "<i8"),  # it has no weight, and waits for some; one that is leaving has none either
         ("receiver", "<i8"),  # of the last message; NOBODY: there is none, or it was taken back
         ("number", "<i8"),  # of the last message, counted from 1; with NoLoCo, how many outer steps were made
         ("message_weight", "<f8"),
