@@ -191,14 +191,17 @@ def test_rows_say_what_was_sent_and_received(workers, tmp_path):
     assert progress["exchanges"] >= 18
 
 
-def test_a_worker_whose_values_are_never_finite_ends_and_the_others_stay_whole(workers):
+@pytest.mark.parametrize("q", [1.0, 0.0])
+def test_a_worker_whose_values_are_never_finite_ends_and_the_others_stay_whole(workers, q):
     params = [{"w": np.zeros(2)} for _ in range(2)]
-    train(workers, params, Gossip(q=1.0), 1)
+    train(workers, params, Gossip(q=q), 1)
     with pytest.warns(UserWarning, match="its mailbox refused non-finite"), pytest.raises(Diverged):
         for _ in range(5):
             params[0]["w"][1] = np.inf
             for replica in workers.replicas:
                 replica.step()
+            with workers.replicas[0].center():  # it publishes the replica
+                assert np.isfinite(params[0]["w"]).all()
     assert np.isfinite(params[1]["w"]).all()
 
 

@@ -49,6 +49,7 @@ class WithPeers(Sharing):
         self._segment = segment
         self._refresh_pace, self._publish_pace = RateLimit(_REFRESH_SHARE), RateLimit(_PUBLISH_SHARE)
         self._steps = 0  # since the pace was last due
+        self._refused_step = 0  # the last one with values that were not finite
         self._next_row = self._next_publish = 0.0
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
@@ -124,9 +125,18 @@ class WithPeers(Sharing):
             return
         for outcome in made:
             replica.progress.exchange(outcome)
-        replica.count_exchange(spent_s, sum(outcome.size_bytes for outcome in made))
+        self._count(made, spent_s)
+
+    def _count(self, made: list[Outcome], cost_s: float) -> None:
+        """Count the commits of one step, after which all steps so far are published."""
+        replica, samples = self.replica, self._context.samples
+        replica.count_exchange(cost_s, sum(outcome.size_bytes for outcome in made))
+        if replica.is_primary and samples.shards:
+            samples.write_position(replica, is_common=False)
+        # A step counts once: its first commit has set what is not finite to its last published value.
         refused = Outcome(refused=[name for outcome in made for name in outcome.refused])
-        if refused.refused or self._refusals.in_a_row:  # one check per step: the second exchange finds nothing
+        if refused.refused or (self._refusals.in_a_row and replica.steps > self._refused_step):
+            self._refused_step = replica.steps
             self._refusals.check(refused.with_unique_names(), source=_SOURCE)
 
     def _write_row(self) -> None:
@@ -185,7 +195,7 @@ class WithPeers(Sharing):
         cost_s = clock.monotonic() - begin
         self._refresh_pace.exchanged(cost_s, outcome.size_bytes)
         if outcome.size_bytes:
-            replica.count_exchange(cost_s, outcome.size_bytes)
+            self._count([outcome], cost_s)
 
     def pull(self) -> None:
         """Set the replica to the mean of all."""
