@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EAMSGD, EASGD, DiLoCo, Downpour, LocalSGD, MSync, Rule, Swap, Tournament
+from maniple.rules import (
+    ASGD,
+    BSP,
+    EAMSGD,
+    EASGD,
+    DiLoCo,
+    Downpour,
+    Gossip,
+    LocalSGD,
+    MSync,
+    NoLoCo,
+    Rule,
+    Swap,
+    Tournament,
+)
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -34,9 +48,11 @@ __all__ = [
     "Downpour",
     "Every",
     "Feed",
+    "Gossip",
     "LocalSGD",
     "MSync",
     "ManipleError",
+    "NoLoCo",
     "Pool",
     "Prefetch",
     "RateLimit",

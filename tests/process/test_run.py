@@ -332,6 +332,8 @@ def test_without_the_launcher_the_script_is_a_world_of_one(tmp_path):
         (["--devices", "gpu0"], ["'gpu0'", "cuda:0"]),
         (["--rule", "bsp", "--every", "5"], ["averages gradients at each step", "Every(5)"]),
         (["--rule", "localsgd", "--maximum-rate", "0.1"], ["needs all workers at the same step"]),
+        (["--rule", "gossip", "--hosts", "node-1,node-2"], ["through shared memory", "--rule easgd"]),
+        (["--rule", "gossip:q=2"], ["q=2", "from 0 to 1"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path, options, words):

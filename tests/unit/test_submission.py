@@ -67,6 +67,7 @@ def test_a_task_without_memory_fails_the_run_only_where_that_was_requested(
         (["submit", "--slurm", "-n", "2", "--mem", "lots", "train.py"], "--mem lots is no size"),
         (["submit", "--slurm", "-n", "2", "--sbatch", "-J a\nrm", "train.py"], "holds the control character"),
         (["submit", "--slurm", "-n", "2", "--rule", "bsp", "train.py"], "has all workers meet"),
+        (["submit", "--slurm", "-n", "2", "--rule", "gossip", "train.py"], "through shared memory"),
         (["submit", "--slurm", "-n", "2", "none.py"], "there is no script"),
         (
             ["submit", "--slurm", "-n", "2", "--dry-run", "--name", "a\nb", "train.py"],

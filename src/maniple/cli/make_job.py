@@ -45,6 +45,11 @@ def job_from(**options: Any) -> Job:
             check_rule_and_pace(rule, parse_pace(pace))
         if options["wire"] is not None:
             check_wire(rule, options["wire"])
+        if hosts and rule.has_peers:
+            raise InvalidArgument(
+                f"--rule {options['rule']} exchanges through shared memory, but --hosts starts workers on other "
+                "machines. Leave --hosts out, or choose a rule with a center: --rule easgd."
+            )
     return Job(
         workers=workers * max(1, len(hosts)),
         pace=pace,

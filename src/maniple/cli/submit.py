@@ -127,7 +127,13 @@ def _ray_job(queues: list[str], *, ray_address: str, **options: Any) -> Job:
 
 
 def _check_rule_of_center(job: Job) -> None:
-    if job.rule is not None and parse_rule(job.rule).is_synchronous:
+    rule = None if job.rule is None else parse_rule(job.rule)
+    if rule is not None and rule.has_peers:
+        raise InvalidArgument(
+            f"--rule {job.rule} exchanges through shared memory, but a queue starts workers on any machine. Choose a "
+            "rule of the center (easgd, asgd, downpour)."
+        )
+    if rule is not None and rule.is_synchronous:
         raise InvalidArgument(
             f"--rule {job.rule} has all workers meet, but a queue starts each when there is room for it. Choose a rule "
             "of the center (easgd, asgd, downpour), or start all at once: `srun` in a job of your own."

@@ -31,6 +31,7 @@ from maniple.host.snapshots import (
     write,
 )
 from maniple.memory.segment import DEAD, LIVE, NEVER, segment_path
+from maniple.peers.mean import collect_into_centers
 from maniple.record import Events, RunFolder
 from maniple.record.folder import versions
 from maniple.sampler import position
@@ -302,6 +303,7 @@ def _adopt(folder: RunFolder, segment: Segment, settings: Settings) -> tuple[Pos
         The position common to all workers, if any, a notice for people, and the values of the event.
     """
     finished = finish_all(segment)
+    collect_into_centers(segment)
     common = commit_positions(segment.path, position.read(segment.path), int(settings.get("workers") or 0))
     if common is not None:
         lost = _repeated_text(folder, common)
@@ -404,6 +406,7 @@ def _salvage(segment: Segment, run: Path) -> None:
     if is_superseded(folder, RestorePoint.read(segment.path)):
         return
     finish_all(segment)
+    collect_into_centers(segment)
     (folder.center / EXPORT_IN_PROGRESS).unlink(missing_ok=True)
     write(segment, folder)
     end = "its host was killed; the center was saved by a later run"

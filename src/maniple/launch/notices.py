@@ -80,7 +80,7 @@ class SlowWorkerNotice:
 
     def due(self, monitor: RunMonitor) -> str:
         """The notice, if some worker has lost much of its time and another, for which it waits, hardly any; else ""."""
-        if self._is_done or monitor.shared.get("meets", "center") == "center":
+        if self._is_done or monitor.shared.get("meets", "center") in {"center", "peers"}:
             return ""
         # Only since each was last started: a resumed run may have had another rule, or other workers, before.
         training = {rank: one.now for rank, one in monitor.workers.items() if one.state == "training" and one.now.step}

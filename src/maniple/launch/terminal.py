@@ -88,7 +88,7 @@ class RunMonitor(RunState):
     def is_synchronous(self, rule: str | None) -> bool:
         """Whether the workers make their steps together, by the rule that they share by, or else by `rule`."""
         meets = self.shared.get("meets")
-        return meets != "center" if meets else parse_rule(rule or "easgd").is_synchronous
+        return meets not in {"center", "peers"} if meets else parse_rule(rule or "easgd").is_synchronous
 
     def last_words(self, who: int | str, unwritten: bytes = b"") -> str:
         """The last lines of a process in this life of the run; `unwritten`: output that a full disk refused."""

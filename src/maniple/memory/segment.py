@@ -14,6 +14,8 @@
                            collectives-*  member table of one group; collectives-0.RANK.* a worker's slots,
                                      collectives-0.parcel-* state for newcomers, collectives-0.device-RANK and
                                      collectives-0.engine: the device of each worker's gradients and the engine chosen
+                           peers-0.* mailboxes of the workers that share the first model by gossip; publish: the lock of
+                                     the worker that brings the center up to date
                            producers one byte per producer that the launcher has started: how it ended
                            server    locked by the network side; saving: by who writes a snapshot, and how many are kept
                            restored  if the center began again from a snapshot; resumed: workers may continue with
@@ -66,7 +68,13 @@ _GUARD_S = 10.0  # a sweep that looks at a new segment holds its lock for millis
 
 
 class Segment:
-    """The shared-memory folder of one run."""
+    """The shared-memory folder of one run.
+
+    Attributes:
+        died_with_host: the ranks that were alive until their host was killed, if this is a run that was adopted.
+    """
+
+    died_with_host: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,8 +144,9 @@ class Segment:
         segment._guard = guard
         for old in path.glob("collectives-*"):  # all their members have died with the host
             old.unlink(missing_ok=True)
-        for rank in np.flatnonzero(segment._states == LIVE):
-            segment.mark(int(rank), DEAD)
+        segment.died_with_host = frozenset(map(int, np.flatnonzero(segment._states == LIVE)))
+        for rank in segment.died_with_host:
+            segment.mark(rank, DEAD)
         return segment
 
     @classmethod

@@ -22,7 +22,7 @@ class Refusals:
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def check(self, outcome: Outcome, who: str = "this worker") -> None:
+    def check(self, outcome: Outcome, who: str = "this worker", *, source: str = "the center") -> None:
         """Warn about refused values; raise Diverged at the third exchange in a row."""
         if not outcome.refused:
             self.in_a_row = 0
@@ -32,11 +32,11 @@ class Refusals:
         if self.in_a_row >= _LIMIT:
             raise Diverged(
                 f"{who} offered non-finite values {self.in_a_row} exchanges in a row (limit {_LIMIT}), first in "
-                f"{first!r}; the center refused them and is unharmed. "
-                "Lower the learning rate or clip gradients; with --restarts the worker starts again from the center."
+                f"{first!r}; {source} refused them and is unharmed. "
+                f"Lower the learning rate or clip gradients; with --restarts the worker starts again from {source}."
             )
         warnings.warn(
-            f"the center refused non-finite values of {first!r} and gave its own instead "
+            f"{source} refused non-finite values of {first!r} and gave its own instead "
             f"({len(outcome.refused)} parameters)",
             stacklevel=5,
         )

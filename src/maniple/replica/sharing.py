@@ -6,6 +6,7 @@
     synchronous_gradients    all workers average their gradients before each step, by collectives
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
     pairwise                 pairs of workers exchange their parameters after every k steps, by collectives
+    with_peers               each worker exchanges with random peers, without a center
 
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
@@ -19,6 +20,7 @@ from maniple.adapters import Adapter
 from maniple.contracts import Array, Center, Collectives, ExchangeInfo, OnValue, State, StateNames
 from maniple.errors import Conflict, InvalidArgument
 from maniple.layout import RuleState
+from maniple.memory.segment import Segment
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
@@ -190,20 +192,25 @@ class Sharing:
 
 
 def sharing_for(
-    rule: Rule, center: Center | None, *, pace: Pace, wire: str, is_alone: bool, open_collectives: OpenCollectives
+    rule: Rule,
+    center: Center | None,
+    *,
+    pace: Pace,
+    wire: str,
+    is_alone: bool,
+    open_collectives: OpenCollectives,
+    segment: Segment | None = None,
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
     if (is_alone and not rule.acts_alone) or (center is None and not (rule.is_synchronous or is_alone)):
         return Sharing()
     if center is not None and not rule.is_synchronous:
-        if rule.warm and not is_alone:
+        check_rule_and_pace(rule, pace)
+        if rule.warm:
             from maniple.replica.warm_up import WarmUp
 
-            check_rule_and_pace(rule, pace)
             return WarmUp(center, open_collectives, wire=wire)
-        from maniple.replica.with_center import WithCenter
-
-        return WithCenter(center)
+        return _asynchronous_sharing(rule, center, segment)
     collectives = open_collectives()
     check_collectives(rule, pace, collectives, wire)
     if rule.averages_gradients:
@@ -217,6 +224,17 @@ def sharing_for(
     from maniple.replica.synchronous_values import SynchronousValues
 
     return SynchronousValues(center, collectives, wire=wire)
+
+
+def _asynchronous_sharing(rule: Rule, center: Center, segment: Segment | None) -> Sharing:
+    """The way of sharing of a rule by which no worker waits for another."""
+    if rule.has_peers:
+        from maniple.replica.with_peers import WithPeers
+
+        return WithPeers(center, segment)
+    from maniple.replica.with_center import WithCenter
+
+    return WithCenter(center)
 
 
 def check_rule_and_pace(rule: Rule, pace: Pace) -> None:

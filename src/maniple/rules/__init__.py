@@ -10,6 +10,7 @@ from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.diloco import DiLoCo
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EAMSGD, EASGD
+from maniple.rules.gossip import Gossip, NoLoCo
 from maniple.rules.kernels import warm_up, warm_up_in_background
 from maniple.rules.pairs import Pairwise, Swap, Tournament, draw_pairs
 from maniple.rules.rule import Rule, changed, settings_of
@@ -22,8 +23,10 @@ __all__ = [
     "RULES",
     "DiLoCo",
     "Downpour",
+    "Gossip",
     "LocalSGD",
     "MSync",
+    "NoLoCo",
     "Pairwise",
     "Rule",
     "Swap",
@@ -48,6 +51,8 @@ RULES: dict[str, type[Rule]] = {
     "diloco": DiLoCo,
     "swap": Swap,
     "tournament": Tournament,
+    "gossip": Gossip,
+    "noloco": NoLoCo,
 }
 
 

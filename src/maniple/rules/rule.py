@@ -59,6 +59,8 @@ class Rule:
     is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
     averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
     offers_changes: bool = False  # what `offer` writes is a change, which a codec may round coarsely, and not a value
+    has_peers: bool = False  # each worker exchanges with random peers instead of the center
+    mailbox_vectors: tuple[str, ...] = ()  # names of what a worker publishes for its peers, of the model's size
     worker_vectors: tuple[str, ...] = ()  # names of what each worker keeps
     worker_scalars: tuple[str, ...] = ()
     center_vectors: tuple[
@@ -81,6 +83,13 @@ class Rule:
     acts_alone: bool = False  # its synchronous form also changes the training of a single worker
     shares_buffers: bool = True  # running statistics are exchanged as parameters are
     nesterov: float | None = None  # the Nesterov momentum that the optimizer must have
+
+    @property
+    def meets(self) -> str:
+        """What an exchange is with: gradients or values of all workers, the center, or peers."""
+        if self.is_synchronous:
+            return "gradients" if self.averages_gradients else "values"
+        return "peers" if self.has_peers else "center"
 
     @property
     def worker_state(self) -> StateNames:

@@ -46,10 +46,10 @@ def with_overlap(rule: Rule) -> Rule:
     """A copy of `rule` whose exchanges run in the background."""
     if "overlap" in settings_of(type(rule)):
         return changed(rule, {"overlap": True})
-    if rule.is_synchronous:
+    if rule.is_synchronous or rule.has_peers:
         raise InvalidArgument(
-            f"--overlap with {rule!r}, whose rounds cannot run in the background. Leave it out, or use a rule of the "
-            "center, localsgd, diloco or bsp."
+            f"--overlap with {rule!r}, whose exchanges cannot run in the background. Leave it out, or use a rule of "
+            "the center, localsgd, diloco or bsp."
         )
     other = copy.copy(rule)
     other.overlap = True

@@ -214,7 +214,7 @@ class Worker(CollectiveCalls):
                 "share",
                 rule=repr(rule),
                 by_default=is_default,
-                meets="gradients" if rule.averages_gradients else "values" if rule.is_synchronous else "center",
+                meets=rule.meets,
                 pace=repr(pace),
                 wire=wire,
                 created=is_creator,
@@ -227,6 +227,7 @@ class Worker(CollectiveCalls):
             wire=wire,
             is_alone=self._environment.is_alone,
             open_collectives=lambda: self._open_collectives(adapter, rule),
+            segment=None if self._connection is None else self._connection.segment,
         )
         replica = Replica(adapter, sharing, rule=rule, pace=pace, context=self._context)
         if save_optimizer:  # before it begins: the state of current members is newer than a saved one
