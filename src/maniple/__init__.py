@@ -12,6 +12,7 @@ from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
+    from maniple.center.gate import Gate
     from maniple.client import Client
     from maniple.controller import Controller
     from maniple.feed.batch_files import BatchFiles
@@ -32,6 +33,7 @@ __all__ = [
     "Downpour",
     "Every",
     "Feed",
+    "Gate",
     "LocalSGD",
     "MSync",
     "ManipleError",
@@ -52,6 +54,7 @@ _LATER = {  # so that `import maniple` stays light
     "Client": "maniple.client",
     "Controller": "maniple.controller",
     "Feed": "maniple.feed.local_feed",
+    "Gate": "maniple.center.gate",
     "Pool": "maniple.pool",
     "Prefetch": "maniple.feed.prefetch",
     "Session": "maniple.session",

@@ -11,7 +11,7 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
+        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "Gate", "LocalSGD",
         "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
         "Worker", "join",
     ]  # fmt: skip
@@ -27,6 +27,7 @@ def test_share_takes_these_arguments():
         "rule",
         "pace",
         "wire",
+        "gate",
         "state",
         "params",
         "buffers",

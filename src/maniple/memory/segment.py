@@ -7,6 +7,7 @@
                            controller  JSON: the controller's state
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
+                           gate-*    the norms with which a gate compares the contributions to a center
                            array-*   a named array
                            stage-*   the contribution that a connected remote worker is sending
                            applied   how far the contributions of each remote worker are in the center
@@ -394,7 +395,9 @@ def _is_young(path: Path) -> bool:
     return time.time() - path.stat().st_mtime < _CREATION_S
 
 
-_HEADER = np.dtype([("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("chunk_bytes", "<i8")])
+_HEADER = np.dtype(
+    [("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("chunk_bytes", "<i8"), ("gated", "<i8")]
+)
 _MAGIC = 0x32454C50494E414D  # "MANIPLE2"
 _READY = 1
 _PAGE = 4096
@@ -406,7 +409,7 @@ class CenterFile:
 
     def __init__(self, path: Path) -> None:
         self._memory = memory = map_file(path)
-        header = np.frombuffer(memory, _HEADER, 1)[0]
+        self._header = header = np.frombuffer(memory, _HEADER, 1)[0]
         table = memory[_PAGE : _PAGE + int(header["table_bytes"])]
         self.layout = Layout.from_table(table, chunk_bytes=int(header["chunk_bytes"]))
         count = len(self.layout.chunks)
@@ -453,6 +456,15 @@ class CenterFile:
                 )
             view[:] = value
         header["magic"], header["state"] = _MAGIC, _READY
+
+    @property
+    def gated(self) -> int:
+        """What the workers have agreed on: 0: nothing yet, 1: no gate, 2: a gate (`center.gate_memory`)."""
+        return int(self._header["gated"])
+
+    @gated.setter
+    def gated(self, value: int) -> None:
+        self._header["gated"] = value
 
     @property
     def note(self) -> str:

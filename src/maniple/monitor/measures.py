@@ -88,7 +88,7 @@ class Measure:
         unit: written behind the value.
         counted: "samples" or "steps": shown only in runs that count samples, or only in the others.
         is_counter: it never falls, except after a restart: a counter for Prometheus.
-        is_optional: its chart appears only once a worker has recorded it.
+        is_optional: its chart, column and cell appear only once a worker has recorded it.
     """
 
     name: str
@@ -210,6 +210,15 @@ MEASURES = (
         column="staleness",
         cell="stale",
         chart=("Staleness", "exchanges of others missed"),
+    ),
+    Measure(
+        "gated",
+        Latest("gated", default=-1.0),
+        "count",
+        "Exchanges since the worker's start of which the gate has clipped or refused a part.",
+        column="gated",
+        cell="gated",
+        is_optional=True,
     ),
     Measure(
         "bytes_per_s",

@@ -27,7 +27,7 @@ from maniple.replica.context import TrainingContext
 from maniple.replica.sharing import Sharing
 from maniple.rules import Rule
 
-_UNUSUAL = ("refused", "torn", "locked")  # fields of rows that are always of interest
+_UNUSUAL = ("refused", "torn", "locked", "gated")  # fields of rows that are always of interest
 _EVERY_S = 0.5  # frequent enough for a live view, and a row costs about 50 us
 _HOUR_S, _LATER_S = 3600.0, 2.0  # after an hour only every 2 s: long runs are viewed at a coarser scale
 _FULL_ROWS, _LATER_ROWS_S = 1000, 1.0  # rows of single exchanges: the first 1000 of each kind, then one per second
@@ -228,6 +228,10 @@ class Replica:
             row["torn"] = outcome.torn
         if outcome.locked:
             row["locked"] = outcome.locked
+        if outcome.gated:
+            row |= {"gated": outcome.gated, "factor": outcome.factor}
+        if outcome.weight < 1:
+            row["weight"] = outcome.weight
         self._rows.write(event, step=self.steps, start=start, end=start + cost_s, duration=cost_s, **row)
         return outcome, cost_s
 
@@ -292,6 +296,7 @@ class Progress:
 
     Attributes:
         exchanges: the exchanges with the center so far.
+        gated: those of which the gate has clipped or refused a part; None without a gate.
     """
 
     def __init__(self, events: Events) -> None:
@@ -299,12 +304,15 @@ class Progress:
         self.next_row = self.start  # the first row is written at the first step, where training time begins
         self._events = events
         self.exchanges = self._rounds = self._bytes = 0
+        self.gated: int | None = None
         self._reset()
 
     def exchange(self, outcome: Outcome) -> None:
         """Count an exchange with the center."""
         self.exchanges += 1
         self._bytes += outcome.size_bytes
+        if self.gated is not None and outcome.gated:
+            self.gated += 1
         self._staleness += outcome.staleness
         self._ages[min(_AGES - 1, int(outcome.staleness).bit_length())] += 1
 
@@ -325,6 +333,8 @@ class Progress:
             row |= {"staleness": self._staleness / made, "ages": self._ages[: oldest + 1]}
         if self._together:
             row["together"] = self._together
+        if self.gated is not None:
+            row["gated"] = self.gated
         if replica.between.is_measured:
             row["measures_data"] = True
         self._reset()

@@ -176,7 +176,14 @@ class Sharing:
 
 
 def sharing_for(
-    rule: Rule, center: Center | None, *, pace: Pace, wire: str, is_alone: bool, open_collectives: OpenCollectives
+    rule: Rule,
+    center: Center | None,
+    *,
+    pace: Pace,
+    wire: str,
+    is_alone: bool,
+    open_collectives: OpenCollectives,
+    has_gate: bool = False,
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
     if is_alone or (center is None and not rule.is_synchronous):
@@ -184,7 +191,7 @@ def sharing_for(
     if center is not None and not rule.is_synchronous:
         from maniple.replica.with_center import WithCenter
 
-        return WithCenter(center)
+        return WithCenter(center, has_gate=has_gate)
     collectives = open_collectives()
     check_collectives(rule, pace, collectives, wire)
     if rule.averages_gradients:

@@ -215,6 +215,11 @@ class SharedSettings:
         None, "Compression of values sent over the network; int8 needs an asynchronous rule. Default: float32.", ALL,
         choices=tuple(CODECS), group=NETWORK, folder=True, resume="kept", joins=True, readers="external",
     )  # fmt: skip
+    gate: str | None = setting(
+        None, "Clip or refuse outlying contributions to the center: clip, refuse:k=6; staleness=0.1 weights stale ones "
+        "down. Default: no gate.", ALL, metavar="GATE", group=RULE, folder=True, resume="kept", joins=True,
+        readers="external",
+    )  # fmt: skip
     collectives: str | None = setting(
         None, "How synchronous workers communicate. Default: shared (memory) on one machine, torch with --hosts.",
         "run", choices=ENGINES, group=NETWORK, resume="repeated", readers="any",
@@ -487,9 +492,9 @@ def recorded_settings(values: Any) -> dict[str, Any]:
     return record
 
 
-def is_bsp_excluded(pace: object, wire: str | None) -> bool:
-    """Bsp cannot be the default: with a pace, workers exchange values, and int8 corrects its errors at a center."""
-    return pace is not None or wire == "int8"
+def is_bsp_excluded(pace: object, wire: str | None, gate: object) -> bool:
+    """Bsp cannot be the default: with a pace, workers exchange values; int8 and gates are for those with a center."""
+    return pace is not None or wire == "int8" or gate is not None
 
 
 def joining_settings(values: Any) -> dict[str, Any]:

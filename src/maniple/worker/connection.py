@@ -11,6 +11,8 @@ from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center import Segment, SharedCenter
+from maniple.center.gate import Gate
+from maniple.center.gate_memory import agreement_on
 from maniple.center.tcp_client import TcpCenter, find_layout
 from maniple.clock import Deadline, clock
 from maniple.connection.link import Endpoint
@@ -113,13 +115,22 @@ class LocalConnection(_Connection):
         self._segment.mark(rank, LIVE)
         self.status.start()
 
-    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
+    def open(
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+    ) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has created it."""
         del wire  # nothing is sent in shared memory
         if rule.is_synchronous and self.environment.rank:
             self._await_center(name)
         center, is_creator = SharedCenter.open_or_create(
-            self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule), state=rule.center_state
+            self._segment,
+            name,
+            model,
+            rank=self.environment.rank,
+            lock=lock,
+            note=repr(rule),
+            state=rule.center_state,
+            gate=agreement_on(gate, rule),
         )
         # In shared memory the worker computes exchanges.
         warm_up_in_background(center.layout.sizes, size_bytes=center.layout.size_bytes)
@@ -186,7 +197,9 @@ class RemoteConnection(_Connection):
         self.status.on_away = self._link.abort  # a pull or push in progress is repeated at once
         self.status.start()
 
-    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
+    def open(
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+    ) -> tuple[Center, bool]:
         if not lock:
             raise InvalidArgument(
                 "lock=False works in shared memory only, and this worker reaches its host by network."
@@ -202,6 +215,7 @@ class RemoteConnection(_Connection):
             wire=wire,
             note=repr(rule),
             state=rule.center_state,
+            gate=agreement_on(gate, rule),
             deadline_s=environment.host_deadline_s,
             live=lambda: self.status.live,
         )
