@@ -33,9 +33,9 @@ from maniple.contracts import Array, Operation, State
 from maniple.errors import InvalidArgument
 from maniple.outliers import learned_limit
 from maniple.rules import kernels
-from maniple.rules.kernels import numpy_kernels as blocks
 
 ACTIONS = ("clip", "refuse")
+_BLOCK = 1 << 14  # elements of one difference, which stays in cache
 _MAX_WINDOW = 4096  # norms per chunk, in shared memory
 
 
@@ -141,9 +141,11 @@ def norm_of(differences: Iterable[tuple[Array, Array | None]]) -> float:
     total = 0.0
     with np.errstate(all="ignore"):
         for x, c in differences:
-            for start in range(0, x.size, blocks.BLOCK):
-                part = x[start : start + blocks.BLOCK]
-                d = part if c is None else part - c[start : start + blocks.BLOCK]
+            scratch = np.empty(min(_BLOCK, x.size), x.dtype)
+            for start in range(0, x.size, _BLOCK):
+                d = x[start : start + _BLOCK]
+                if c is not None:
+                    d = np.subtract(d, c[start : start + _BLOCK], out=scratch[: d.size])
                 square = float(np.dot(d, d))
                 if not math.isfinite(square):  # float32 overflows, or an element is not finite
                     wide = d[np.isfinite(d)].astype(np.float64)
