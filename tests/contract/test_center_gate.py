@@ -8,11 +8,13 @@ import pytest
 
 from maniple import ASGD, EASGD, Downpour, Gate, Rule
 from maniple.adapters import adapt
-from maniple.center import SharedCenter
+from maniple.center import Segment, SharedCenter
 from maniple.center.gate_memory import agreement_on
 from maniple.center.shared import finish_all
-from maniple.contracts import ExchangeInfo
+from maniple.center.snapshot import check_snapshot, restore, write_snapshot
+from maniple.contracts import ExchangeInfo, Operation
 from maniple.errors import InvalidArgument
+from maniple.memory.segment import CenterFile
 from maniple.wire.codecs import CODECS
 
 from .test_center import CENTERS, Worker
@@ -49,10 +51,14 @@ def train(worker: Worker, rule: Rule, *, steps: int, scale: float = 0.01, seed: 
         assert outcome.factor == outcome.weight == 1
 
 
-def center_of(centers) -> dict[str, np.ndarray]:
-    center = SharedCenter.open(centers.segment(), centers.segment().path / "center-0")
+def opened(segment: Segment) -> SharedCenter:
+    center = SharedCenter.open(segment, segment.path / "center-0")
     assert center is not None
-    with contextlib.closing(center):
+    return center
+
+
+def center_of(centers) -> dict[str, np.ndarray]:
+    with contextlib.closing(opened(centers.segment())) as center:
         flat = np.concatenate([center.read(k) for k in range(len(center.layout.chunks))])
     return {"w": flat[:SIZE], "b": flat[SIZE:].reshape(3, 5)}
 
@@ -201,3 +207,37 @@ def test_compressed_contributions_are_judged_too(tmp_path, wire, name, monkeypat
     assert worker.exchange(rule).factor == 0
     assert (center_of(centers)["w"] == before).all()
     centers.close()
+
+
+def test_a_snapshot_keeps_the_gate_and_not_its_norms(centers, tmp_path):
+    rule, gate = Downpour(), Gate(action="refuse", minimum=8)
+    train(joined(centers, rule, gate), rule, steps=10)
+    (tmp_path / "saved").mkdir()
+    path = write_snapshot(centers.segment(), tmp_path / "saved", lineage="a", restored=0, versions={})
+    assert path is not None
+    restored = Segment.create(tmp_path / "saved", "fedcba9876543210", tmp_path)
+    try:
+        restore(restored, path, check_snapshot(path, "a"))
+        with contextlib.closing(opened(restored)) as center:
+            assert center.gate is not None
+            assert center.gate.gate == gate
+            assert center.gate.norms(0).size == 0
+    finally:
+        restored.remove()
+
+
+def test_a_resumed_run_goes_on_with_the_norms_or_brings_another_gate(tmp_path):
+    segment = Segment.create(tmp_path, "0123456789abcdef", tmp_path)
+    model, usual = adapt(some()), agreement_on(Gate(), Downpour())
+    first, _ = SharedCenter.open_or_create(segment, "center-0", model, rank=0, gate=usual)
+    assert first.gate is not None
+    first.gate.weigh(0, Operation("blend", is_change=True), [(np.ones(4), None)], 0)
+    first.close()
+    segment.close()
+    resumed = Segment.adopt(tmp_path, "0123456789abcdef", tmp_path)
+    assert resumed is not None
+    for gate, norms in ((usual, [2.0]), (agreement_on(Gate(k=9), Downpour()), []), ("", None)):
+        CenterFile(resumed.path / "center-0").let_workers_decide()
+        with contextlib.closing(SharedCenter.open_or_create(resumed, "center-0", model, rank=0, gate=gate)[0]) as again:
+            assert (None if again.gate is None else again.gate.norms(0).tolist()) == norms
+    resumed.remove()

@@ -98,10 +98,10 @@ def test_models_and_sessions_offer_these_members():
 
 
 SETTINGS = [
-    "--certificate", "--controller", "--controller-arg", "--every", "--gate", "--host-deadline", "--json", "--keep", "--key",
-    "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet", "--resume",
-    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target", "--target",
-    "--tls", "--total-duration", "--validate-every", "--wire",
+    "--certificate", "--controller", "--controller-arg", "--every", "--gate", "--host-deadline", "--json", "--keep",
+    "--key", "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet",
+    "--resume", "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target",
+    "--target", "--tls", "--total-duration", "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip
 

@@ -35,7 +35,7 @@ from maniple.outliers import learned_limit
 from maniple.rules import kernels
 
 ACTIONS = ("clip", "refuse")
-_BLOCK = 1 << 14  # elements of one difference, which stays in cache
+_BLOCK = 1 << 16  # elements of one difference, which stays in cache
 _MAX_WINDOW = 4096  # norms per chunk, in shared memory
 
 

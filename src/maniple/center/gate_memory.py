@@ -4,7 +4,7 @@
     4096    for each chunk: how many norms came so far (int64), and a ring of the last ones (float64)
 
 A chunk's norms are written under its lock. The file lives as long as the segment, so a restarted host continues with
-it. Snapshots do not contain it: after a restore the gate begins with no norms.
+it. Snapshots contain the gate, and not the norms: after a restore it begins with none.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from maniple.center.gate import Gate, Verdict, apply_operation, norm_of, parse_gate, weighed
 from maniple.contracts import Array, ExchangeInfo, Exchanger, Operation, State
 from maniple.errors import Conflict, InvalidArgument
-from maniple.memory.segment import CenterFile
+from maniple.memory.segment import GATE_KEPT, GATED, UNDECIDED, UNGATED, CenterFile
 from maniple.memory.shm import map_file
 from maniple.rules.rule import Rule, is_operation_known
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Exchange = Callable[[Array, Array, State, ExchangeInfo], Array | None]
 
 _PAGE = 4096
-_UNDECIDED, _NONE, _GATED = range(3)  # `CenterFile.gated`
 _VALUES, _CHANGES = "values", "changes"
 _JUDGED = ("elastic", "blend")  # a push replaces the center on purpose
 
@@ -63,32 +62,30 @@ class GateMemory:
     """The gate of one center, with the norms that it has seen."""
 
     def __init__(self, center: Path, chunks: int) -> None:
-        memory = map_file(_path(center))
-        self.is_change, self.gate = _parse(bytes(memory[:_PAGE]).partition(b"\0")[0].decode())
+        memory, self.agreement = map_file(_path(center)), _agreement_in(center)
+        self.is_change, self.gate = _parse(self.agreement)
         rows = np.frombuffer(memory, np.int64, chunks * (1 + self.gate.window), _PAGE).reshape(chunks, -1)
         self._counts, self._norms = rows[:, 0], rows[:, 1:].view(np.float64)
 
     @staticmethod
     def is_agreed_on(center: CenterFile) -> bool:
         """Whether the workers of this center have a gate."""
-        return center.gated == _GATED
+        return center.gated in {GATED, GATE_KEPT}
 
     @staticmethod
     def agree(center: CenterFile, path: Path, agreement: str) -> None:
         """Compare with what the first worker has brought; be the first if none was. The creation lock is held."""
-        if center.gated == _UNDECIDED:
-            if agreement:
+        known = _agreement_in(path) if GateMemory.is_agreed_on(center) else ""
+        if center.gated in {UNDECIDED, GATE_KEPT}:
+            if known != agreement:
+                _path(path).unlink(missing_ok=True)  # processes that have mapped it go on with the other one
+            if agreement and known != agreement:
                 is_change, gate = _parse(agreement)  # a text of a remote worker
                 agreement = f"{_CHANGES if is_change else _VALUES} {gate}"
                 memory = map_file(_path(path), gate_bytes(agreement, len(center.layout.chunks)), what="a gate")
-                data = agreement.encode() + b"\0"
-                memory[: len(data)] = data
-            center.gated = _GATED if agreement else _NONE
-            return
-        known = ""
-        if center.gated == _GATED:
-            known = bytes(map_file(_path(path))[:_PAGE]).partition(b"\0")[0].decode()
-        if known != agreement:
+                memory[: len(agreement)] = agreement.encode()
+            center.gated = GATED if agreement else UNGATED
+        elif known != agreement:
             raise InvalidArgument(
                 f"this worker brings {_described(agreement)}, but the center was opened with {_described(known)}. All "
                 "workers of a run need the same gate: set it once, by --gate of the launcher or in the script."
@@ -147,6 +144,10 @@ class GateMemory:
 
 def _path(center: Path) -> Path:
     return center.with_name(f"gate-{center.name}")
+
+
+def _agreement_in(center: Path) -> str:
+    return bytes(map_file(_path(center))[:_PAGE]).partition(b"\0")[0].decode()
 
 
 def _parse(agreement: str) -> tuple[bool, Gate]:

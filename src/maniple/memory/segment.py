@@ -139,6 +139,8 @@ class Segment:
             old.unlink(missing_ok=True)
         for rank in np.flatnonzero(segment._states == LIVE):
             segment.mark(int(rank), DEAD)
+        for center in filter(CenterFile.is_ready, path.glob("center-*")):
+            CenterFile(center).let_workers_decide()
         return segment
 
     @classmethod
@@ -400,6 +402,7 @@ _HEADER = np.dtype(
 )
 _MAGIC = 0x32454C50494E414D  # "MANIPLE2"
 _READY = 1
+UNDECIDED, UNGATED, GATED, GATE_KEPT = range(4)  # what workers have agreed on; kept: until one brings another
 _PAGE = 4096
 _NOTE = 64
 
@@ -459,12 +462,16 @@ class CenterFile:
 
     @property
     def gated(self) -> int:
-        """What the workers have agreed on: 0: nothing yet, 1: no gate, 2: a gate (`center.gate_memory`)."""
+        """What the workers have agreed on: UNDECIDED, UNGATED, GATED or GATE_KEPT (`center.gate_memory`)."""
         return int(self._header["gated"])
 
     @gated.setter
     def gated(self, value: int) -> None:
         self._header["gated"] = value
+
+    def let_workers_decide(self) -> None:
+        """The run was resumed: the next worker may bring another gate. Until then this one holds."""
+        self.gated = {UNGATED: UNDECIDED, GATED: GATE_KEPT}.get(self.gated, self.gated)
 
     @property
     def note(self) -> str:
