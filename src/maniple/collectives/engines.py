@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from maniple.clock import Deadline
+from maniple.collectives.deadline import start_deadline_s
 from maniple.collectives.peer_to_peer import PeerLink, PeerToPeer
 from maniple.contracts import Collectives
 from maniple.environment import Environment
@@ -133,7 +134,8 @@ def agree_on_engine(
         if rank == 0:
             write_once(path, msgspec.json.encode(decision))
         return decision
-    deadline, seen_s = Deadline(environment.collectives_deadline_s), 0.0
+    limit_s, seen_s = start_deadline_s(environment.collectives_deadline_s), 0.0
+    deadline = Deadline(limit_s)
     while not path.exists():
         missing = [one for one, its in enumerate(offers) if not its.exists()]
         if rank == 0 and all(segment.state(one) in {LEFT, DEAD} for one in missing):
@@ -146,7 +148,7 @@ def agree_on_engine(
         if deadline.is_over():
             raise WaitedTooLong(
                 f"worker {', '.join(map(str, missing if rank == 0 else [0]))} has not said within "
-                f"{environment.collectives_deadline_s:g} s where its model is, and worker {rank} waits for that. Look "
+                f"{limit_s:g} s where its model is, and worker {rank} waits for that. Look "
                 "at its log; raise --collectives-deadline if it starts slowly."
             )
         on_wait()

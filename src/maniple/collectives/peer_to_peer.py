@@ -25,6 +25,7 @@ from maniple.collectives.call import (
     counted,
     round_result,
 )
+from maniple.collectives.deadline import RoundDeadline
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.reductions import combine
 from maniple.collectives.values import empty_packed, is_packed, opened
@@ -250,11 +251,12 @@ class PeerLink:
     order of sending.
 
     Attributes:
+        deadline: how long messages are waited for.
         awaited: the ranks whose messages are waited for, as far as it is known. They may themselves wait for another.
     """
 
-    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
-        self.rank, self.size, self.deadline_s = rank, size, deadline_s
+    def __init__(self, rank: int, size: int, deadline_s: float | str) -> None:
+        self.rank, self.size, self.deadline = rank, size, RoundDeadline(deadline_s)
         self.others = [peer for peer in range(size) if peer != rank]
         self.awaited: set[int] = set()
         self._failure: ManipleError | None = None
@@ -341,7 +343,7 @@ class PeerLink:
             )
         else:
             self._failure = WaitedTooLong(
-                f"{who} not arrived within {after_s:.1f} s (limit {self.deadline_s:g} s) at {phase}, where worker "
+                f"{who} not arrived within {after_s:.1f} s ({self.deadline}) at {phase}, where worker "
                 f"{self.rank} waits. Look at its log; raise --collectives-deadline if its steps take longer."
             )
         raise self._failure
@@ -414,6 +416,7 @@ def _compare_calls(
     )
     waited_s = link.finish(messages, call.kind if call.kind != "resident" else "an all_reduce")
     calls = [CollectiveCall.from_record(record) for record in found[:, 0].tolist()]
+    link.deadline.count_round()
     compare(link.rank, dict(enumerate(calls)))
     return calls, waited_s
 

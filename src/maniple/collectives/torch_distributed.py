@@ -17,6 +17,7 @@ import torch.distributed
 
 from maniple.clock import Deadline
 from maniple.collectives.call import check_reduction
+from maniple.collectives.deadline import start_deadline_s
 from maniple.collectives.peer_to_peer import BucketedPeerVectors, PeerLink, PeerMessage, PeerToPeer
 from maniple.collectives.reductions import normalized
 from maniple.contracts import Array, Bucket, BucketedVectors, ResidentVectors, Round
@@ -53,7 +54,7 @@ class TorchCollectives(PeerToPeer):
         environment: Environment,
         name: str,
         *,
-        deadline_s: float = COLLECTIVES_DEADLINE_S,
+        deadline_s: float | str = COLLECTIVES_DEADLINE_S,
         deterministic: bool = False,
         folder: Path | None = None,
     ) -> "TorchCollectives":
@@ -66,11 +67,12 @@ class TorchCollectives(PeerToPeer):
             deterministic: sums on GPUs have the same order in every run; those on the CPU always have.
             folder: a folder that all workers see, for the rendezvous; else `environment.master`.
         """
-        store, rank, world = _rendezvous(environment, deadline_s, folder)
+        start_s = start_deadline_s(deadline_s)
+        store, rank, world = _rendezvous(environment, start_s, folder)
         prefix = f"maniple/{environment.restarts}/{name}/{_opened[name]}"
         _opened[name] += 1
         store = dist.PrefixStore(prefix, store)
-        _await_all(store, rank, world, deadline_s)
+        _await_all(store, rank, world, start_s)
         return cls(_GlooLink(store, rank, world, deadline_s), deterministic=deterministic)
 
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
@@ -183,7 +185,7 @@ class DeviceVectors:
 class _GlooLink(PeerLink):
     """Messages over one Gloo process group."""
 
-    def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
+    def __init__(self, store: Any, rank: int, world: int, deadline_s: float | str) -> None:
         super().__init__(rank, world, deadline_s)
         self._store, self._groups = store, 0
         self._gloo: Any = self.open_group("cpu", store) if world > 1 else None
@@ -198,7 +200,7 @@ class _GlooLink(PeerLink):
         """Wait for one message after the other: Gloo cannot be polled."""
         lost: set[int] = set()
         late: set[int] = set()
-        end = time.monotonic() + self.deadline_s
+        end = time.monotonic() + self.deadline.limit_s
         for message in messages:
             if message.peer in lost | late:
                 continue
@@ -236,7 +238,7 @@ class _GlooLink(PeerLink):
 
     def open_group(self, device: str, store: Any = None) -> Any:
         """A process group for values on `device`."""
-        timeout = timedelta(seconds=self.deadline_s)
+        timeout = timedelta(seconds=self.deadline.longest_s)
         if store is None:
             self._groups += 1
             store = dist.PrefixStore(f"device/{self._groups}", self._store)

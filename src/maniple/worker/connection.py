@@ -15,6 +15,7 @@ from maniple.center.gate import Gate
 from maniple.center.gate_memory import agreement_on
 from maniple.center.tcp_client import TcpCenter, find_layout
 from maniple.clock import Deadline, clock
+from maniple.collectives.deadline import start_deadline_s
 from maniple.connection.link import Endpoint
 from maniple.connection.retry import retry_until
 from maniple.connection.training_link import TrainingLink
@@ -138,7 +139,7 @@ class LocalConnection(_Connection):
 
     def _await_center(self, name: str) -> None:
         """Wait until worker 0 has created the center: synchronous training starts from its values."""
-        deadline, last_alive_s = Deadline(self.environment.collectives_deadline_s), 0.0
+        deadline, last_alive_s = Deadline(start_deadline_s(self.environment.collectives_deadline_s)), 0.0
         path = self._segment.path / name
         # Complete, not only there: between creating the file and locking it, another creator could be faster.
         while not (path.exists() and CenterFile.is_ready(path)) and not self.status.is_over:
@@ -222,7 +223,7 @@ class RemoteConnection(_Connection):
 
     def _await_center(self, name: str) -> None:
         """Wait until worker 0 has created the center: synchronous training starts from its values."""
-        deadline = Deadline(self.environment.collectives_deadline_s)
+        deadline = Deadline(start_deadline_s(self.environment.collectives_deadline_s))
         while not self.status.is_over:
             try:
                 retry_until(self._link, lambda: find_layout(self._link, name), self.environment.host_deadline_s)
