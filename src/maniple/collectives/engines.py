@@ -41,22 +41,30 @@ def choose_engine(environment: Environment) -> str:
     return chosen
 
 
-def open_collectives(environment: Environment, name: str, folder: Path | None = None) -> Collectives:
+def open_collectives(
+    environment: Environment, name: str, folder: Path | None = None, *, on_wait: Callable[[], None] = lambda: None
+) -> Collectives:
     """Open a group on the engine that `choose_engine` names, except for shared, which needs the segment.
 
-    With a `folder` it is torch, whose workers find each other there.
+    Args:
+        folder: where workers find each other; it is torch then.
+        on_wait: called at least twice a second while this worker waits for others; may raise to give up.
     """
     chosen, deadline_s = "torch" if folder else choose_engine(environment), environment.collectives_deadline_s
     if chosen == "torch":
         from maniple.collectives.torch_distributed import TorchCollectives
 
-        return TorchCollectives.open(
+        opened = TorchCollectives.open(
             environment, name, deadline_s=deadline_s, deterministic=environment.deterministic, folder=folder
         )
+        opened.check_while_waiting(on_wait)
+        return opened
     if chosen == "mpi":
         from maniple.collectives.mpi import MpiCollectives
 
-        return MpiCollectives.open(environment, name, deadline_s=deadline_s)
+        opened = MpiCollectives.open(environment, name, deadline_s=deadline_s)
+        opened.check_while_waiting(on_wait)
+        return opened
     assert chosen == "alone"
     return SingleWorker()
 

@@ -119,6 +119,7 @@ class _MpiLink(PeerLink):
         while not MPI.Request.Testall([message.work for message in messages]):
             now = time.monotonic()
             if now - checked > _CHECK_S:
+                self._look_after_signals()
                 self.awaited = missing = {message.peer for message in messages if not message.work.Test()}
                 # A message that was sent before its sender died may still arrive: it is lost at the second check.
                 if lost := dead & missing:
@@ -131,6 +132,13 @@ class _MpiLink(PeerLink):
             else:
                 time.sleep(_NAP_S)
         return set(), set()
+
+    def _look_after_signals(self) -> None:
+        try:
+            self.on_wait()
+        except SystemExit:
+            _failures.append("this worker was told to leave")
+            raise
 
     def blame(self, lost: set[int], late: set[int]) -> tuple[set[int], set[int]]:
         _failures.append("a worker is missing")

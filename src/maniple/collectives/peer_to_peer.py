@@ -7,7 +7,7 @@ have no weights.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -53,6 +53,10 @@ class PeerToPeer(CollectiveGroup):
     def report_long_waits(self, on_report: OnLongWait) -> None:
         """Report waits for other workers that take unusually long."""
         self._link.report_long_waits(on_report)
+
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        """Let the main thread call `on_wait` while it waits for other workers; it may raise to give up."""
+        self._link.on_wait = on_wait
 
     def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
         """Vectors that are reduced in place, again and again."""
@@ -252,12 +256,14 @@ class PeerLink:
 
     Attributes:
         deadline: how long messages are waited for.
+        on_wait: called at least twice a second by the main thread while it waits; may raise to give up.
         awaited: the ranks whose messages are waited for, as far as it is known. They may themselves wait for another.
     """
 
     def __init__(self, rank: int, size: int, deadline_s: float | str) -> None:
         self.rank, self.size, self.deadline = rank, size, RoundDeadline(deadline_s)
         self.others = [peer for peer in range(size) if peer != rank]
+        self.on_wait: Callable[[], None] = lambda: None
         self.awaited: set[int] = set()
         self._failure: ManipleError | None = None
         self._under_way: dict[int, PeerMessage] = {}  # keeps memory alive that may still be written to after a failure
@@ -316,6 +322,12 @@ class PeerLink:
             self._waiting_since = begin
             try:
                 lost, late = self.wait(messages)
+            except (SystemExit, KeyboardInterrupt):
+                self._failure = PeerLost(
+                    f"worker {self.rank} has left {phase} before all had arrived, and the others cannot continue "
+                    "without it. Start the run again with --resume."
+                )
+                raise
             finally:
                 self._waiting_since = None
             if lost or late:

@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ class _Connection:
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""
         return held_by(self.environment.rank, self._lock_file, timeout_s=timeout_s)
+
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        """Let the training thread call `on_wait` while it waits for a host that is away; it may raise to give up."""
 
     def _identity(self) -> tuple[int, int]:
         """This worker's rank and incarnation."""
@@ -197,6 +201,9 @@ class RemoteConnection(_Connection):
         self._link = TrainingLink(self._endpoint, lineage=self.status.lineage, on_restored=self._warn_restored)
         self.status.on_away = self._link.abort  # a pull or push in progress is repeated at once
         self.status.start()
+
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        self._link.on_wait = on_wait
 
     def open(
         self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None

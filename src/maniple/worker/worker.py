@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ALONE = (0, 0)  # rank and incarnation of a worker alone, for its controller
 _SIGNALLED_TIMEOUT_S = 20.0  # for a last exchange that waits for the host after a signal: SIGKILL follows
+_LAST_ROUND_S = 3.0  # after a signal: for other workers in the last round, after 5 s for the step
 _joined: "Worker | None" = None
 _SHARES_TOO = ("maniple.client", "maniple.pool")  # imported when the script first uses them
 
@@ -100,12 +101,14 @@ class Worker(CollectiveCalls):
         self._own_policy = DefaultPolicy(environment.limits)  # the controller of a worker alone
         self._has_asked = self._is_balanced = False
         self._expects_bsp = False  # a sampler has fixed shares only because bsp seemed to be the default
-        self._collective_groups = CollectiveGroups(environment, connection, self._events, context.exit_if_signalled)
+        self._collective_groups = CollectiveGroups(environment, connection, self._events, context)
         self._feeds = Feeds(environment, self._events, self._is_stopping)
         if not environment.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=environment.restarts)
             mark_joined(self.rank)
+            if connection is not None:  # the last exchange waits for the host in its own way
+                connection.check_while_waiting(lambda: None if context.has_left else context.exit_if_overdue())
             watch_exit(at_exit=self._at_exit, on_error=self._on_error, on_signal=SignalHandler(context))
 
     @property
@@ -369,6 +372,7 @@ class Worker(CollectiveCalls):
             warn_unshared(self._environment, None if self._connection is None else self._connection.segment)
         try:
             timeout_s = _SIGNALLED_TIMEOUT_S if context.is_signalled else math.inf
+            context.leave_by = clock.monotonic() + _LAST_ROUND_S
             for replica in self._replicas:
                 replica.finish(exchange=is_exchanging, timeout_s=timeout_s)
             if is_exchanging:
