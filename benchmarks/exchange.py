@@ -2,8 +2,9 @@
 
 One worker exchanges a torch model of 4, 40 and 400 MB with 8, 200 and 1,000 parameters with a center in /dev/shm,
 through the call that training uses, with locks, versions and the check for non-finite values. Interleaved with it in
-the same run: a plain copy of the vector (memcpy), the bare kernel (compiled, no lock, no check, one call for the whole
-vector) on the same pages, and the blockwise NumPy kernel. GB/s is bytes of the vector per second.
+the same run: the same exchange with a gate, a plain copy of the vector (memcpy), the bare kernel (compiled, no lock, no
+check, one call for the whole vector) on the same pages, and the blockwise NumPy kernel. GB/s is bytes of the vector per
+second.
 
     python benchmarks/exchange.py [--sizes 4 40 400] [--parameters 8 200 1000]
 """
@@ -20,6 +21,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
+from maniple.center.gate import Gate
+from maniple.center.gate_memory import agreement_on
 from maniple.contracts import ExchangeInfo
 from maniple.environment import shared_memory
 from maniple.rules import EASGD
@@ -49,6 +52,8 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
         try:
             adapter = adapt(model)
             center, _ = SharedCenter.open_or_create(segment, "center-0", adapter, rank=0)
+            gate = agreement_on(Gate(), EASGD())
+            gated, _ = SharedCenter.open_or_create(segment, "center-1", adapter, rank=0, gate=gate)
             segment.mark(0, 1)
             flat_vectors = adapter.flat_vectors()
             assert flat_vectors is not None
@@ -59,11 +64,13 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
                     "memcpy": lambda: np.copyto(other, flat),
                     "bare kernel": lambda: bare(x, c, alpha),
                     "exchange": lambda: center.exchange(adapter, rule, None, moment),
+                    "gated exchange": lambda: gated.exchange(adapter, rule, None, moment),
                     "NumPy blocks": lambda: blocks.elastic(x, c, ALPHA, ALPHA),
                 },
                 repeats,
             )
             center.close()
+            gated.close()
         finally:
             segment.remove()
     speed = {name: megabytes / 1e3 / value for name, value in seconds.items()}
@@ -72,6 +79,7 @@ def measure(megabytes: float, parameters: int, repeats: int) -> dict:
         "MB": megabytes,
         **{f"{name} GB/s": value for name, value in speed.items()},
         "exchange / bare": speed["exchange"] / speed["bare kernel"],
+        "gated / exchange": speed["gated exchange"] / speed["exchange"],
         "exchange / NumPy": speed["exchange"] / speed["NumPy blocks"],
     }
 

@@ -26,6 +26,7 @@ from maniple.rules import (
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
+    from maniple.center.gate import Gate
     from maniple.client import Client
     from maniple.controller import Controller
     from maniple.feed.batch_files import BatchFiles
@@ -48,6 +49,7 @@ __all__ = [
     "Downpour",
     "Every",
     "Feed",
+    "Gate",
     "Gossip",
     "LocalSGD",
     "MSync",
@@ -72,6 +74,7 @@ _LATER = {  # so that `import maniple` stays light
     "Client": "maniple.client",
     "Controller": "maniple.controller",
     "Feed": "maniple.feed.local_feed",
+    "Gate": "maniple.center.gate",
     "Pool": "maniple.pool",
     "Prefetch": "maniple.feed.prefetch",
     "Session": "maniple.session",

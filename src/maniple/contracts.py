@@ -61,12 +61,21 @@ class Outcome:
     refused: list[str] = field(default_factory=list[str])  # parameters with non-finite values, which were refused
     torn: list[str] = field(default_factory=list[str])  # parameters in chunks that a worker was writing when it died
     locked: list[str] = field(default_factory=list[str])  # left out, since the holder of their lock makes no progress
+    gated: list[str] = field(default_factory=list[str])  # parameters in chunks that the gate has clipped or refused
+    factor: float = 1.0  # the smallest by which it has clipped a chunk; 0: it has refused one
+    weight: float = 1.0  # the smallest by which it has weighted a stale chunk
     live: int = 0  # p at the end, where the host reports it
     wire_bytes: int = 0  # bytes through the socket, headers included; 0 in shared memory
 
+    def judge(self, names: list[str], factor: float, weight: float) -> None:
+        """Note what the gate has made of one chunk, which has these parameters."""
+        if factor < 1:
+            self.gated += names
+        self.factor, self.weight = min(self.factor, factor), min(self.weight, weight)
+
     def with_unique_names(self) -> "Outcome":
         """Name each parameter once, though it may lie in several chunks."""
-        for names in (self.refused, self.torn, self.locked):
+        for names in (self.refused, self.torn, self.locked, self.gated):
             names[:] = dict.fromkeys(names)
         return self
 
@@ -86,8 +95,9 @@ class Operation:
     name: str
     a: float = 1.0
     b: float = 1.0
-    n: int = 0
     is_change: bool = False  # x is what the worker has changed since it last received c
+    n: int = 0
+    share: float = 1.0  # of the change, which counts; for operations that have no weight for it
 
 
 class FlatModel(Protocol):

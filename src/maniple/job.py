@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from maniple.center.gate import parse_gate
 from maniple.environment import THREAD_VARIABLES
 from maniple.errors import InvalidArgument, require_printable
 from maniple.feed.ring import MAX_PRODUCERS
@@ -83,6 +84,8 @@ class Job(RunSettings):
         self._check_collectives()
         if self.wire is not None:
             get_codec(self.wire)
+        if self.gate is not None:
+            parse_gate(self.gate)
         self._check_controller()
         self._check_model()
         if self.listen is not None:
@@ -217,7 +220,7 @@ class Job(RunSettings):
         listens = self.listen is not None and not (self.external and self.listen.address.is_loopback)
         is_remote = listens or bool(self.hosts) or self.ray is not None
         are_unequal = len({device.partition(":")[0] for device in self.devices}) > 1
-        is_excluded = had_another or is_remote or are_unequal or is_bsp_excluded(self.pace)
+        is_excluded = had_another or is_remote or are_unequal or is_bsp_excluded(self.pace, self.gate)
         return replace(self, default_rule="easgd" if is_excluded else "bsp")
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from maniple.center import Segment
+from maniple.collectives import deadline
 from maniple.collectives.api import CollectiveCalls
 from maniple.collectives.call import nonfinite_weight
 from maniple.contracts import Collectives
@@ -24,7 +25,9 @@ from maniple.errors import ManipleError
 from tests.contract.collectives_cases import Case, cases
 
 
-def open_collectives(engine: str, environment: Environment, name: str, *, deadline_s: float = 60.0) -> Collectives:
+def open_collectives(
+    engine: str, environment: Environment, name: str, *, deadline_s: float | str = 60.0
+) -> Collectives:
     """The collectives under test."""
     if engine == "shared":
         from maniple.collectives.shared_memory import SharedMemoryCollectives
@@ -308,7 +311,8 @@ def main() -> None:
             if environment.rank < world:
                 look(engine, environment.replace(world=world), folder)
         return
-    collectives = open_collectives(engine, environment, "first", deadline_s=5.0)
+    deadline.FLOOR_S, is_learned = 3.0, how == "stop, learned"
+    collectives = open_collectives(engine, environment, "first", deadline_s="auto" if is_learned else 5.0)
     # mpich's files in shared memory, to be removed after a kill: only who maps them knows that they are this job's.
     names = set(re.findall(r"mpich_shm_\w+", Path("/proc/self/maps").read_text()))
     (folder / f"mpich-{environment.rank}").write_text(" ".join(names))

@@ -30,7 +30,9 @@ Params = dict[str, np.ndarray]
 class Centers(Protocol):
     """One center and any number of workers connected to it."""
 
-    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]: ...
+    def connect(
+        self, params: Params, rank: int = 0, state: StateNames = NO_STATE, gate: str = ""
+    ) -> tuple[Center, bool]: ...
     def segment(self) -> Segment: ...
     def close(self) -> None: ...
 
@@ -42,9 +44,13 @@ class SharedCenters:
         self._segment = Segment.create(root, "0123456789abcdef", root)
         self._opened: list[SharedCenter] = []
 
-    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]:
+    def connect(
+        self, params: Params, rank: int = 0, state: StateNames = NO_STATE, gate: str = ""
+    ) -> tuple[Center, bool]:
         segment = Segment(self._segment.path)
-        center, is_creator = SharedCenter.open_or_create(segment, "center-0", adapt(params), rank=rank, state=state)
+        center, is_creator = SharedCenter.open_or_create(
+            segment, "center-0", adapt(params), rank=rank, state=state, gate=gate
+        )
         segment.mark(rank, 1)
         self._opened.append(center)
         return center, is_creator
@@ -65,7 +71,9 @@ class TcpCenters:
         self._host = Serving(root)
         self._controls: list[HeartbeatSender] = []
 
-    def connect(self, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> tuple[Center, bool]:
+    def connect(
+        self, params: Params, rank: int = 0, state: StateNames = NO_STATE, gate: str = ""
+    ) -> tuple[Center, bool]:
         door = self._host.door()
         control = HeartbeatSender(door, JoinRequest("here", 1, -1, 0), count=lambda: (0, 0, False))
         control.join(10)
@@ -73,7 +81,7 @@ class TcpCenters:
         self._controls.append(control)
         link = Link(door, "data")
         return TcpCenter.open_or_create(
-            link, "center-0", adapt(params), rank=rank, state=state, deadline_s=10, live=self._live
+            link, "center-0", adapt(params), rank=rank, state=state, gate=gate, deadline_s=10, live=self._live
         )
 
     def segment(self) -> Segment:
@@ -106,9 +114,11 @@ def centers(request, tmp_path, monkeypatch):
 class Worker:
     """A connected worker: its arrays, its center, and one vector that a rule may keep here, as `center` or `own`."""
 
-    def __init__(self, centers: Centers, params: Params, rank: int = 0, state: StateNames = NO_STATE) -> None:
+    def __init__(
+        self, centers: Centers, params: Params, rank: int = 0, state: StateNames = NO_STATE, gate: str = ""
+    ) -> None:
         self.params, self.model = params, adapt(params)
-        self.center, self.is_creator = centers.connect(params, rank, state)
+        self.center, self.is_creator = centers.connect(params, rank, state, gate)
         its = self.center.layout
         self.state = [{"center": one, "own": one} for one in its.chunk_views(its.allocate())]
         self.pull()

@@ -10,9 +10,10 @@ import pytest
 
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
+from maniple.center.gate import Gate
 from maniple.center.shared import finish_all
 from maniple.center.staging import AppliedTable, Intent, StagingFiles, applied_number, by_worker
-from maniple.contracts import ExchangeInfo
+from maniple.contracts import ExchangeInfo, Operation
 from maniple.errors import SharedMemoryFull
 from maniple.rules import Downpour
 from maniple.rules.kernels import numpy_kernels as blocks
@@ -74,6 +75,28 @@ def commit_some(segment: Segment, *, die_after: int | None = None) -> None:
             stage.commit_at(center, intent, np.array([7, 9, 7]), np.full(3, 5.0))
 
 
+def commit_gated(segment: Segment, *, die_after: int | None = None) -> None:
+    """Add 5 to every element of `w`, of which the gate lets a small part through."""
+    model, gate = adapt({"v": np.zeros(3), "w": np.ones(COUNT)}), f"changes {Gate()}"
+    with (
+        contextlib.closing(SharedCenter.open_or_create(segment, "center-0", model, rank=0, gate=gate)[0]) as center,
+        contextlib.closing(StagingFiles(segment.path).open("a")) as stage,
+    ):
+        assert center.gate is not None
+        for _ in range(center.gate.gate.window):
+            center.gate.weigh(1, Operation("blend"), [(np.ones(1), None)], 0)
+        value = stage.reserve(8 * COUNT).view(np.float64)
+        value[:] = 5
+        if die_after is not None:
+            stage._head = Mortal(stage._head, die_after)
+            stage._progress = Mortal(stage._progress, 0, stage._head)
+            stage._numbers = Mortal(stage._numbers, 0, stage._head)
+        with center.locked(1):
+            intent = Intent("center-0", 1, "blend", 1.0, 1.0, NUMBER, COUNT)
+            assert 0 < center.gate.adjust(intent, value, center.array(1), 0).factor < 0.01
+            stage.commit(center, intent, value, answer=blocks.VALUE)
+
+
 class Mortal:
     """The head of a stage whose process dies after some writes."""
 
@@ -104,7 +127,7 @@ def state(segment: Segment) -> tuple[np.ndarray, int]:
         return center.read(1), applied(segment).get("a", 0)
 
 
-@pytest.mark.parametrize("act", [commit, commit_some])
+@pytest.mark.parametrize("act", [commit, commit_some, commit_gated])
 def test_host_killed_between_any_two_steps_has_applied_all_or_nothing_and_knows_which(segment, act):
     act(segment)
     whole, _ = state(segment)

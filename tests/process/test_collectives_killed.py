@@ -43,6 +43,23 @@ def test_a_worker_that_hangs_is_named_after_the_deadline(tmp_path: Path):
         assert f"limit {DEADLINE_S:g} s" in words
 
 
+@pytest.mark.parametrize("engine", ["shared", "torch"])
+def test_a_worker_that_hangs_is_named_after_the_limit_that_the_others_have_learned(tmp_path: Path, engine: str):
+    """The default limit is 600 s."""
+    processes = start(engine, 3, tmp_path, "stop, learned")
+    try:
+        ended = finish(processes[:2])
+    finally:
+        processes[2].kill()
+        processes[2].communicate()
+    for exit_code, words in ended:
+        assert exit_code == 1
+        assert "WaitedTooLong" in words
+        assert "worker 2" in words
+        assert "limit 3 s, learned from the last" in words
+        assert "rounds: median 0.0" in words
+
+
 def test_a_killed_worker_ends_all_that_mpi_has_started(tmp_path: Path):
     ((exit_code, words),) = finish(start("mpi", 3, tmp_path, "kill"))
     assert exit_code != 0

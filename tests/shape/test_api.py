@@ -12,8 +12,8 @@ from maniple.cli import cli
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
         "ASGD", "BSP", "BatchFiles", "Client", "Controller", "DiLoCo", "Downpour", "EAMSGD", "EASGD", "Every", "Feed",
-        "Gossip", "LocalSGD", "MSync", "ManipleError", "NoLoCo", "Pool", "Prefetch", "RateLimit", "Replica", "Rule",
-        "Session", "StopAfter", "Swap", "Tournament", "Worker", "join",
+        "Gate", "Gossip", "LocalSGD", "MSync", "ManipleError", "NoLoCo", "Pool", "Prefetch", "RateLimit", "Replica",
+        "Rule", "Session", "StopAfter", "Swap", "Tournament", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 
@@ -27,6 +27,7 @@ def test_share_takes_these_arguments():
         "rule",
         "pace",
         "wire",
+        "gate",
         "state",
         "params",
         "buffers",
@@ -97,7 +98,8 @@ def test_models_and_sessions_offer_these_members():
 
 
 SETTINGS = [
-    "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
+    "--certificate", "--controller", "--controller-arg", "--every", "--gate", "--host-deadline", "--json", "--keep",
+    "--key",
     "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--overlap", "--patience", "--quiet",
     "--resume", "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target",
     "--target",

@@ -44,7 +44,7 @@ PLACES = st.builds(
     restarts=st.integers(0, 9),
     launcher=st.sampled_from(["", "maniple"]),
     collectives=st.none() | st.sampled_from(ENGINES),
-    collectives_deadline_s=st.floats(1, 1e6),
+    collectives_deadline_s=st.floats(1, 1e6) | st.just("auto"),
     master=st.none() | st.just("node-1:29500"),
 )
 

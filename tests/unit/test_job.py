@@ -137,6 +137,7 @@ def test_the_requested_settings_are_recorded():
         "min_workers": 1,
         "strict": False,
         "wire": None,
+        "gate": None,
         "collectives": None,
         "deterministic": False,
         "listen": None,

@@ -12,6 +12,7 @@ from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
 from maniple.clock import clock
 from maniple.collectives.engines import SingleWorker
+from maniple.contracts import Outcome
 from maniple.environment import Environment
 from maniple.errors import Diverged, HostAway, InvalidArgument, WaitedTooLong
 from maniple.record import Events, read_events
@@ -76,6 +77,48 @@ def test_exchange_comes_when_the_pace_says_so(share, segment):
     assert replica.steps == 7
     replica.finish(exchange=True)  # the last steps are not lost
     assert value(segment) == 7
+
+
+class GatedCenter:
+    """A center whose gate has refused the contributions of the exchanges that are listed."""
+
+    live = 1
+
+    def __init__(self, refused: set[int]) -> None:
+        self._refused, self._count = refused, 0
+
+    def pull(self, model, on_value=None, **_) -> Outcome:
+        return Outcome()
+
+    def exchange(self, model, rule, state, moment) -> Outcome:
+        self._count += 1
+        return Outcome(gated=["w"], factor=0.0) if self._count in self._refused else Outcome()
+
+    def close(self) -> None:
+        pass
+
+
+def test_three_contributions_in_a_row_that_the_gate_refuses_are_a_warning(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    model, rule, pace, events = adapt({"w": np.zeros(2)}), EASGD(), Every(1), Events(rows)
+    center = GatedCenter({2, 3, 5, 6, 7, 8, 9})
+    sharing = sharing_for(
+        rule, center, pace=pace, wire="float32", is_alone=False, open_collectives=SingleWorker, has_gate=True
+    )
+    replica = Replica(model, sharing, rule=rule, pace=pace, context=context(0, events))
+    replica.sharing.begin()
+    for number in range(1, 10):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            replica.step()
+        assert [str(one.message) for one in caught] == [] or number == 7
+        if number == 7:
+            assert "has refused contributions of this worker in 3 exchanges in a row" in str(caught[0].message)
+    replica.finish(exchange=False)
+    events.close()
+    found = list(read_events(rows))
+    assert [row["factor"] for row in found if row["event"] == "exchange" and "gated" in row] == [0.0] * 7
+    assert [row["gated"] for row in found if row["event"] == "progress"][-1] == 7
 
 
 def costly_training(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, exchange_s: float, start_s: float) -> None:

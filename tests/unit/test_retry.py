@@ -14,6 +14,10 @@ from tests.simulated_clock import SimulatedClock
 class FakeLink:
     """A link whose connection always works; counts how often it was dropped."""
 
+    @staticmethod
+    def on_wait() -> None:
+        pass
+
     def __init__(self) -> None:
         self.dropped: list[str] = []
 
@@ -92,3 +96,20 @@ def test_caller_may_end_the_retries_early(time):
 
     with pytest.raises(InvalidArgument):
         retry_until(FakeLink(), failing(OSError("cut")), 5.0, on_failure=give_up)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_has_to_leave_may_end_the_retries(time):
+    link, calls = FakeLink(), []
+
+    def leave() -> None:
+        if len(calls) == 3:
+            raise SystemExit(143)
+
+    def request() -> None:
+        calls.append(1)
+        raise ConnectionResetError("cut")
+
+    link.on_wait = leave
+    with pytest.raises(SystemExit):
+        retry_until(link, request, 600)
+    assert len(calls) == 3

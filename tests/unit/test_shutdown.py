@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from maniple.clock import clock
 from maniple.environment import Environment
 from maniple.errors import WorkerFailed
 from maniple.record import RunFolder
 from maniple.replica.context import TrainingContext
 from maniple.worker.shutdown import SignalHandler, check_host_lost
+from tests.simulated_clock import SimulatedClock
 
 
 @pytest.fixture
@@ -45,6 +47,36 @@ def test_no_signal_interrupts_an_exchange(context):
     replica.is_exchanging = False
     with pytest.raises(SystemExit):
         context.exit_if_signalled()
+
+
+def test_a_signal_during_an_exchange_is_repeated_until_it_has_ended_the_script(context, monkeypatch):
+    """The first time after the grace period, for what follows the exchange; then soon."""
+    pauses = []
+    monkeypatch.setattr("threading.Timer.__init__", lambda self, seconds, *_: pauses.append(seconds))
+    monkeypatch.setattr("threading.Timer.daemon", False)
+    replica = SimpleNamespace(is_exchanging=True)
+    context.replicas.append(replica)
+    handler = SignalHandler(context)
+    for _ in range(3):
+        handler(signal.SIGUSR1, None)
+    assert pauses == [20.0, 0.25, 0.25]
+    replica.is_exchanging = False
+    with pytest.raises(SystemExit):
+        handler(signal.SIGUSR1, None)
+
+
+def test_waits_for_other_workers_end_with_the_grace_period(context):
+    simulated = SimulatedClock()
+    with clock.replaced(simulated):
+        context.exit_if_overdue()
+        context.replicas.append(SimpleNamespace(is_exchanging=True))
+        SignalHandler(context)(signal.SIGTERM, None)
+        simulated.now = 4.9
+        context.exit_if_overdue()
+        simulated.now = 5.1
+        with pytest.raises(SystemExit) as ended:
+            context.exit_if_overdue()
+    assert ended.value.code == 143
 
 
 def test_the_first_signal_decides_the_exit_code(context):

@@ -10,7 +10,6 @@ in the difference between replica and center. The first process that waits for t
 that the others need not wait, and the next holder removes the mark.
 """
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -21,13 +20,15 @@ from typing import TypeVar
 import numpy as np
 
 from maniple.center.chunked_model import ChunkedModel, chunks_of
+from maniple.center.gate import Verdict
+from maniple.center.gate_memory import GateMemory
 from maniple.center.staging import existing_files, finish_pending
 from maniple.clock import Deadline
 from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
-from maniple.errors import LayoutMismatch
 from maniple.layout import CHUNK_BYTES, Chunk, Layout
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import CenterFile, Segment
+from maniple.rules.rule import is_operation_known
 
 T = TypeVar("T")
 _CREATE = 1 << 40  # the byte that creators lock; chunk k is locked by byte k
@@ -62,6 +63,7 @@ class SharedCenter:
         self._size_bytes = self.layout.size_bytes
         self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._locks = ByteLocks(path)
+        self.gate = GateMemory(path, len(self._arrays)) if GateMemory.is_agreed_on(memory) else None
 
     @classmethod
     def open_or_create(
@@ -74,12 +76,14 @@ class SharedCenter:
         lock: bool = True,
         note: str = "",
         state: StateNames = NO_STATE,
+        gate: str | None = None,
         timeout_s: float = LOCK_TIMEOUT_S,
     ) -> tuple["SharedCenter", bool]:
         """Open the center `name`, or create it from `model`; return it and whether it was created.
 
-        The creator's `note` is stored. `state` names what the rule keeps at the center, of zeros at first. Concurrent
-        creators wait for the first; one that dies is replaced by the next.
+        The creator's `note` is stored. `state` names what the rule keeps at the center, of zeros at first. `gate` is
+        what all workers agree on (`gate_memory.agreement_on`); None: leave that to the workers. Concurrent creators
+        wait for the first; one that dies is replaced by the next.
         """
         layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(name), state=state)
         path = segment.path / name
@@ -90,13 +94,11 @@ class SharedCenter:
             is_creator = not CenterFile.is_ready(path)
             if is_creator:
                 CenterFile.create(path, layout, model, note)
-        center = cls(segment, path, rank=rank, lock=lock)
-        try:
-            layout.require(center.layout, "the center")
-        except LayoutMismatch:
-            center.close()
-            raise
-        return center, is_creator
+            file = CenterFile(path)
+            layout.require(file.layout, "the center")
+            if gate is not None:
+                GateMemory.agree(file, path, gate)
+        return cls(segment, path, rank=rank, lock=lock), is_creator
 
     @classmethod
     def open(cls, segment: Segment, path: Path, *, rank: int = -1) -> "SharedCenter | None":
@@ -113,22 +115,26 @@ class SharedCenter:
     ) -> Outcome:
         """Apply `rule` to every chunk of `model` and of the center."""
         own_scalars = state is not None and any(value.size == 1 for value in state[0].values())
-        at_center, half = self.state.chunks, self.layout.half_chunks
+        at_center, half, gate = self.state.chunks, self.layout.half_chunks, self.gate
+        verdicts: dict[int, Verdict] = {}
 
         def apply(k: int, chunks: ChunkedModel, c: Array) -> Array | None:
             moment.staleness = max(0, self._versions[k] - self._seen[k]) // 2
             kept = at_center[k] if state is None else state[k] if not at_center[k] else at_center[k] | state[k]
+            exchange = rule.exchange
+            if gate is not None:
+                exchange, verdicts[k] = gate.exchange(k, chunks.pieces(k), c, kept, rule=rule, moment=moment)
             # Rounding and scalars need the chunk as a whole; else its pieces are exchanged where they are.
             if k in half or self._has_scalars or own_scalars:
                 x = chunks.array(k)
-                found = rule.exchange(x, c, kept, moment)
+                found = exchange(x, c, kept, moment)
                 if k in half:
                     round_replica(self.layout, k, x, rule, kept if state is not None else None)
                 return found
             refused: list[Array] = []
             for where, x in chunks.pieces(k):
                 part = {name: value[where] for name, value in kept.items()} if kept else kept
-                if (found := rule.exchange(x, c[where], part, moment)) is not None:
+                if (found := exchange(x, c[where], part, moment)) is not None:
                     refused.append(where.start + found)
             return np.concatenate(refused) if refused else None
 
@@ -137,14 +143,24 @@ class SharedCenter:
             return rule.exchange(x, c, {}, moment)
 
         # A custom `exchange` may need whole chunks; `mix` does not, since it is called with smaller blocks anyway.
-        has_runs = state is None and not any(self.layout.state) and not half and is_operation_known(type(rule))
-        return self._for_each(
+        # A gate judges chunk by chunk.
+        has_runs = (
+            state is None
+            and gate is None
+            and not any(self.layout.state)
+            and not half
+            and is_operation_known(type(rule))
+        )
+        outcome = self._for_each(
             model,
             apply,
             ways=2,
             stuck_s=LOCK_TIMEOUT_S if moment.is_last else STUCK_S,
             apply_to_run=apply_to_run if has_runs else None,
         )
+        for k, verdict in verdicts.items():
+            outcome.judge(self.layout.names_in(k), verdict.factor, verdict.weight)
+        return outcome.with_unique_names() if outcome.gated else outcome
 
     def pull(
         self,
@@ -478,16 +494,6 @@ class SharedCenter:
 def _lock_nothing(_first: int, _count: int) -> bool:
     """Take the place of taking and giving locks, for workers that share without them."""
     return True
-
-
-@functools.cache
-def is_operation_known(rule: type) -> bool:
-    """Whether `operation` describes what `exchange` does: a subclass may override `exchange` alone."""
-
-    def definer(method: str) -> type:
-        return next(kind for kind in rule.__mro__ if method in vars(kind))
-
-    return issubclass(definer("operation"), definer("exchange"))
 
 
 def visiting_order(count: int, rank: int, live: int) -> list[int]:

@@ -39,7 +39,7 @@ from maniple.center.staging import AppliedTable, by_worker
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, Part
-from maniple.memory.segment import Segment
+from maniple.memory.segment import CenterFile, Segment
 from maniple.record.folder import point, sync_folder, write_json
 
 assert sys.byteorder == "little", "values are sent and saved in the byte order of memory"
@@ -68,6 +68,7 @@ class SavedCenter(msgspec.Struct):
     note: str
     versions: list[int]
     torn: list[str]
+    gate: str = ""  # without the norms that it has seen
 
 
 class Manifest(msgspec.Struct):
@@ -309,7 +310,10 @@ def restore(segment: Segment, path: Path, manifest: Manifest) -> None:
             saved = manifest.centers[i]
             model = GivenValues(layouts[i].entries, lambda _, values=values: next(values))
             state = layouts[i].state
-            center, _ = SharedCenter.open_or_create(segment, saved.name, model, rank=-1, note=saved.note, state=state)
+            center, _ = SharedCenter.open_or_create(
+                segment, saved.name, model, rank=-1, note=saved.note, state=state, gate=saved.gate or None
+            )
+            CenterFile(segment.path / saved.name).let_workers_decide()
             with closing(center):
                 if any(state):
                     _restore_state(center, (path / file).with_suffix(_STATE_SUFFIX))
@@ -376,8 +380,9 @@ def _write_group(progress: _Progress, centers: list[Readable], path: Path, manif
         versions = center.versions
         layout = center.layout
         torn = [name for k, version in enumerate(versions) if version & 1 for name in layout.names_in(k)]
+        gate = center.gate.agreement if isinstance(center, SharedCenter) and center.gate is not None else ""
         manifest.centers.append(
-            SavedCenter(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn)
+            SavedCenter(center.name, path.name, layout.table.decode(), layout.digest, center.note, versions, torn, gate)
         )
 
 

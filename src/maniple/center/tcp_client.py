@@ -14,13 +14,14 @@ import numpy as np
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
 from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, SwapValues
-from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, is_operation_known, visiting_order
+from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, visiting_order
 from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
 from maniple.connection.retry import BLOCKED_S, dropped_on_error, retry_until
 from maniple.contracts import NO_STATE, Array, ExchangeInfo, Exchanger, FlatModel, OnValue, Outcome, State, StateNames
 from maniple.errors import BadFrame, HostAway, ManipleError, WaitedTooLong
 from maniple.layout import Layout
+from maniple.rules.rule import is_operation_known
 from maniple.wire.frames import Stream
 from maniple.wire.messages import (
     AppliedQuery,
@@ -81,13 +82,14 @@ class TcpCenter:
         wire: str = "float32",
         note: str = "",
         state: StateNames = NO_STATE,
+        gate: str = "",
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
         parameter_count: int | None = None,
     ) -> tuple["TcpCenter", bool]:
         """Open the center `name` at the host, or create it from `model`; return it and whether it was created.
 
-        `state` names what the rule keeps at the center, of zeros at first.
+        `state` names what the rule keeps at the center, of zeros at first; `gate` is what all workers agree on.
         """
         layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)), state=state)
         center = cls(
@@ -100,11 +102,11 @@ class TcpCenter:
             live=live,
             parameter_count=parameter_count,
         )
-        return center, retry_until(link, lambda: center._open(model, note), deadline_s)
+        return center, retry_until(link, lambda: center._open(model, note, gate), deadline_s)
 
-    def _open(self, model: FlatModel, note: str) -> bool:
+    def _open(self, model: FlatModel, note: str, gate: str) -> bool:
         stream = self.link.stream()
-        stream.send(OpenCenter(self.name, note), self.layout.table)
+        stream.send(OpenCenter(self.name, note, gate), self.layout.table)
         while True:
             received, size = stream.receive()
             message = check_reply(received, Message)
@@ -465,6 +467,8 @@ class PendingExchange:
             self._acknowledged = item + 1
             outcome.staleness += reply.staleness / len(layout.chunks)
             outcome.live = reply.live
+            if reply.factor < 1 or reply.weight < 1:
+                outcome.judge(layout.names_in(k), reply.factor, reply.weight)
             if reply.is_torn:
                 outcome.torn += layout.names_in(k)
             if not reply.is_clean:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from maniple.center.arrays import ARRAY, GivenValues, array_names, center_file
+from maniple.center.gate import Verdict
+from maniple.center.gate_memory import gate_bytes
 from maniple.center.memory_quota import MemoryQuota
 from maniple.center.shared import LOCK_TIMEOUT_S, STUCK_S, SharedCenter, chunk_bytes, finite_parts
 from maniple.center.staging import MAX_ITEMS, ROWS, Intent, StagingFile, StagingFiles, applied_number
@@ -170,7 +172,7 @@ class CenterService:
             applied = self._next_applied(message.sequence, message.item)
             is_torn, version = center.is_torn(k), center.version(k)
             staleness = max(0, version - message.seen) // 2
-            operation, b = message.operation, message.b
+            operation, b, verdict = message.operation, message.b, Verdict()
             is_clean, is_done = True, operation != "swap" or version == message.seen
             are_finite = operation not in {"swap", "replace"} or bool(np.isfinite(value).all())
             if operation == "swap" and not are_finite:
@@ -182,14 +184,17 @@ class CenterService:
                 if not are_finite:
                     value[:] = finite_parts(center.layout.chunks[k], value, array)
                 intent = Intent(center.name, k, operation, message.a, b, applied, array.size)
+                if center.gate is not None:
+                    verdict = center.gate.adjust(intent, value, array, staleness)
                 if operation == "nesterov":
                     is_clean = self._staging.commit_outer_step(center, intent, buffer=message.n)
                 else:
                     is_clean = (
                         self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer]) and are_finite
                     )
+            live = self._segment.live
             reply = ExchangeReply(
-                message.item, center.version(k), staleness, self._segment.live, is_clean, is_torn, is_done
+                message.item, center.version(k), staleness, live, is_clean, is_torn, is_done, False, *verdict[:2]
             )
             return (reply,) if message.answer == "none" else (reply, _pack_in_place(CODECS[codec.for_values], value))
 
@@ -380,7 +385,8 @@ class CenterService:
         file = center_file(message.center)
         path = self._segment.path / file
         if not path.exists() or path.stat().st_size == 0:  # its memory is not reserved yet
-            self._quota.take(file_bytes(model.layout), files=1)
+            size = file_bytes(model.layout) + gate_bytes(message.gate, len(model.layout.chunks))
+            self._quota.take(size, files=1 + bool(message.gate))
         self._stream.set_timeout(TIMEOUT_S)  # a silent creator must not block other creators
         try:
             center, is_creator = SharedCenter.open_or_create(
@@ -390,6 +396,7 @@ class CenterService:
                 rank=self._rank(),
                 note=message.note,
                 state=model.layout.state,
+                gate=message.gate,
                 timeout_s=0,
             )
         except WaitedTooLong:

@@ -32,6 +32,23 @@ _LISTENS = {"listen", "hosts"}
 _LOCAL = "127.0.0.1:0"  # where a host listens whose workers join by themselves, unless a setting says otherwise
 
 
+class _NumberOr(click.ParamType[float | str]):
+    """A number, or one word."""
+
+    name = "number"
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        if value == self._word:
+            return self._word
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor {self._word!r}.", param, ctx)
+
+
 class SettingOption(click.Option):
     """The option of a declared setting."""
 
@@ -39,6 +56,8 @@ class SettingOption(click.Option):
         differs = setting.commands[command]
         name = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.negatable else setting.flag
         kind = {int: click.INT, float: click.FLOAT, str: click.STRING}.get(setting.kind)
+        if setting.word:
+            kind = _NumberOr(setting.word)
         if setting.choices:
             kind = click.Choice(setting.choices)
         elif setting.kind not in {int, float, str, bool}:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from maniple.clock import Deadline
 from maniple.collectives.call import CollectiveCall, LongWait, PassedOver, compare
+from maniple.collectives.deadline import RoundDeadline
 from maniple.collectives.member_table import MemberTable
 from maniple.errors import CallMismatch, PeerLost, WaitedTooLong
 from maniple.memory.locks import AWAKE_S
@@ -35,14 +36,14 @@ class Barrier:
         may_spin: a wait may begin by looking again and again, since this worker has nothing else to do.
     """
 
-    def __init__(self, path: Path, rank: int, deadline_s: float) -> None:
+    def __init__(self, path: Path, rank: int, deadline_s: float | str) -> None:
         self.rank, self.table = rank, MemberTable(path)
         self.barrier = 0
         self.is_in = False
         self.waited_s = 0.0
         self.long_wait = LongWait()
         self.may_spin = True
-        self._name, self._deadline_s = path.name, deadline_s
+        self._name, self._deadline = path.name, RoundDeadline(deadline_s)
         self._is_torn = False  # it gave up in the middle of a round
 
     def arrive(
@@ -87,6 +88,8 @@ class Barrier:
         members = table.members(barrier)
         if rank not in members:
             raise PassedOver
+        if not is_end:
+            self._deadline.count_round()
         # The end of a call is not compared: with a quorum, the others may be far ahead when this worker wakes.
         # Calls with partners always are: where all name the same one, they are equal, and no pairs.
         if not is_end and (call.kind == "exchange_pairs" or not table.are_same(members, barrier)):
@@ -110,7 +113,7 @@ class Barrier:
         if is_done():
             return
         begin = checked = now = time.perf_counter()
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._deadline.limit_s)
         spin_s = _SPIN_S if self.table.header["height"] <= _CORES else AWAKE_S
         if not self.may_spin:
             spin_s = 0.0
@@ -162,7 +165,7 @@ class Barrier:
     def _raise_waited(self, phase: str, missing: list[int], waited_s: float) -> None:
         names = ", ".join(f"worker {one}" for one in missing) or "others"
         raise WaitedTooLong(
-            f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} (limit "
-            f"{self._deadline_s:g} s). They are alive but have not arrived: look at the log and the stack of each, and "
+            f"worker {self.rank} has waited {waited_s:.1f} s for {names} in {phase} of {self._name} "
+            f"({self._deadline}). They are alive but have not arrived: look at the log and the stack of each, and "
             "whether all make the same calls; raise --collectives-deadline if their steps take longer."
         )

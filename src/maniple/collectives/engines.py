@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from maniple.clock import Deadline
+from maniple.collectives.deadline import start_deadline_s
 from maniple.collectives.peer_to_peer import PeerLink, PeerToPeer
 from maniple.contracts import Collectives
 from maniple.environment import Environment
@@ -40,22 +41,30 @@ def choose_engine(environment: Environment) -> str:
     return chosen
 
 
-def open_collectives(environment: Environment, name: str, folder: Path | None = None) -> Collectives:
+def open_collectives(
+    environment: Environment, name: str, folder: Path | None = None, *, on_wait: Callable[[], None] = lambda: None
+) -> Collectives:
     """Open a group on the engine that `choose_engine` names, except for shared, which needs the segment.
 
-    With a `folder` it is torch, whose workers find each other there.
+    Args:
+        folder: where workers find each other; it is torch then.
+        on_wait: called at least twice a second while this worker waits for others; may raise to give up.
     """
     chosen, deadline_s = "torch" if folder else choose_engine(environment), environment.collectives_deadline_s
     if chosen == "torch":
         from maniple.collectives.torch_distributed import TorchCollectives
 
-        return TorchCollectives.open(
+        opened = TorchCollectives.open(
             environment, name, deadline_s=deadline_s, deterministic=environment.deterministic, folder=folder
         )
+        opened.check_while_waiting(on_wait)
+        return opened
     if chosen == "mpi":
         from maniple.collectives.mpi import MpiCollectives
 
-        return MpiCollectives.open(environment, name, deadline_s=deadline_s)
+        opened = MpiCollectives.open(environment, name, deadline_s=deadline_s)
+        opened.check_while_waiting(on_wait)
+        return opened
     assert chosen == "alone"
     return SingleWorker()
 
@@ -133,7 +142,8 @@ def agree_on_engine(
         if rank == 0:
             write_once(path, msgspec.json.encode(decision))
         return decision
-    deadline, seen_s = Deadline(environment.collectives_deadline_s), 0.0
+    limit_s, seen_s = start_deadline_s(environment.collectives_deadline_s), 0.0
+    deadline = Deadline(limit_s)
     while not path.exists():
         missing = [one for one, its in enumerate(offers) if not its.exists()]
         if rank == 0 and all(segment.state(one) in {LEFT, DEAD} for one in missing):
@@ -146,7 +156,7 @@ def agree_on_engine(
         if deadline.is_over():
             raise WaitedTooLong(
                 f"worker {', '.join(map(str, missing if rank == 0 else [0]))} has not said within "
-                f"{environment.collectives_deadline_s:g} s where its model is, and worker {rank} waits for that. Look "
+                f"{limit_s:g} s where its model is, and worker {rank} waits for that. Look "
                 "at its log; raise --collectives-deadline if it starts slowly."
             )
         on_wait()

@@ -37,7 +37,7 @@ class Membership(Barrier):
         rank: int,
         *,
         world: int,
-        deadline_s: float,
+        deadline_s: float | str,
         calls: ElasticMembership | None = None,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from maniple.clock import Deadline
+from maniple.collectives.deadline import start_deadline_s
 from maniple.collectives.peer_to_peer import PeerLink, PeerMessage, PeerToPeer
 from maniple.contracts import Array
 from maniple.environment import Environment
@@ -49,7 +50,7 @@ class MpiCollectives(PeerToPeer):
 
     @classmethod
     def open(
-        cls, environment: Environment, name: str, *, deadline_s: float = COLLECTIVES_DEADLINE_S
+        cls, environment: Environment, name: str, *, deadline_s: float | str = COLLECTIVES_DEADLINE_S
     ) -> "MpiCollectives":
         """Connect to the other workers. Sums are deterministic.
 
@@ -70,11 +71,12 @@ class MpiCollectives(PeerToPeer):
             )
         processes = _exchange_processes(_MpiLink(world, {}, deadline_s), name)
         comm, request = world.Idup()
-        deadline = Deadline(deadline_s)
+        limit_s = start_deadline_s(deadline_s)
+        deadline = Deadline(limit_s)
         while not request.Test():
             if deadline.is_over():
                 raise WaitedTooLong(
-                    f"MPI has made no communicator within {deadline_s:g} s, though all workers are there. "
+                    f"MPI has made no communicator within {limit_s:g} s, though all workers are there. "
                     "Look whether they open their groups in the same order."
                 )
             time.sleep(_NAP_S)
@@ -101,7 +103,7 @@ class _MpiLink(PeerLink):
     `close` leaves it to MPI_Finalize: freeing it is collective, and has no deadline.
     """
 
-    def __init__(self, comm: Any, processes: dict[int, tuple[int, int, int]], deadline_s: float) -> None:
+    def __init__(self, comm: Any, processes: dict[int, tuple[int, int, int]], deadline_s: float | str) -> None:
         super().__init__(comm.rank, comm.size, deadline_s)
         self._comm, self._processes = comm, processes
 
@@ -113,10 +115,11 @@ class _MpiLink(PeerLink):
 
     def wait(self, messages: Sequence[PeerMessage]) -> tuple[set[int], set[int]]:
         begin = checked = time.monotonic()
-        deadline, dead = Deadline(self.deadline_s), set[int]()
+        deadline, dead = Deadline(self.deadline.limit_s), set[int]()
         while not MPI.Request.Testall([message.work for message in messages]):
             now = time.monotonic()
             if now - checked > _CHECK_S:
+                self._look_after_signals()
                 self.awaited = missing = {message.peer for message in messages if not message.work.Test()}
                 # A message that was sent before its sender died may still arrive: it is lost at the second check.
                 if lost := dead & missing:
@@ -129,6 +132,13 @@ class _MpiLink(PeerLink):
             else:
                 time.sleep(_NAP_S)
         return set(), set()
+
+    def _look_after_signals(self) -> None:
+        try:
+            self.on_wait()
+        except SystemExit:
+            _failures.append("this worker was told to leave")
+            raise
 
     def blame(self, lost: set[int], late: set[int]) -> tuple[set[int], set[int]]:
         _failures.append("a worker is missing")

@@ -7,7 +7,7 @@ have no weights.
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from maniple.collectives.call import (
     counted,
     round_result,
 )
+from maniple.collectives.deadline import RoundDeadline
 from maniple.collectives.error_feedback import CompressedSlices, GatheredVector
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.reductions import combine
@@ -54,6 +55,10 @@ class PeerToPeer(CollectiveGroup):
     def report_long_waits(self, on_report: OnLongWait) -> None:
         """Report waits for other workers that take unusually long."""
         self._link.report_long_waits(on_report)
+
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        """Let the main thread call `on_wait` while it waits for other workers; it may raise to give up."""
+        self._link.on_wait = on_wait
 
     def reside(
         self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
@@ -282,12 +287,15 @@ class PeerLink:
     order of sending.
 
     Attributes:
+        deadline: how long messages are waited for.
+        on_wait: called at least twice a second by the main thread while it waits; may raise to give up.
         awaited: the ranks whose messages are waited for, as far as it is known. They may themselves wait for another.
     """
 
-    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
-        self.rank, self.size, self.deadline_s = rank, size, deadline_s
+    def __init__(self, rank: int, size: int, deadline_s: float | str) -> None:
+        self.rank, self.size, self.deadline = rank, size, RoundDeadline(deadline_s)
         self.others = [peer for peer in range(size) if peer != rank]
+        self.on_wait: Callable[[], None] = lambda: None
         self.awaited: set[int] = set()
         self._failure: ManipleError | None = None
         self._under_way: dict[int, PeerMessage] = {}  # keeps memory alive that may still be written to after a failure
@@ -346,6 +354,12 @@ class PeerLink:
             self._waiting_since = begin
             try:
                 lost, late = self.wait(messages)
+            except (SystemExit, KeyboardInterrupt):
+                self._failure = PeerLost(
+                    f"worker {self.rank} has left {phase} before all had arrived, and the others cannot continue "
+                    "without it. Start the run again with --resume."
+                )
+                raise
             finally:
                 self._waiting_since = None
             if lost or late:
@@ -373,7 +387,7 @@ class PeerLink:
             )
         else:
             self._failure = WaitedTooLong(
-                f"{who} not arrived within {after_s:.1f} s (limit {self.deadline_s:g} s) at {phase}, where worker "
+                f"{who} not arrived within {after_s:.1f} s ({self.deadline}) at {phase}, where worker "
                 f"{self.rank} waits. Look at its log; raise --collectives-deadline if its steps take longer."
             )
         raise self._failure
@@ -471,6 +485,7 @@ def _compare_calls(
     )
     waited_s = link.finish(messages, call.kind if call.kind != "resident" else "an all_reduce")
     calls = [CollectiveCall.from_record(record) for record in found[:, 0].tolist()]
+    link.deadline.count_round()
     compare(link.rank, dict(enumerate(calls)))
     return calls, waited_s
 

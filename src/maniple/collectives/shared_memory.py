@@ -42,7 +42,7 @@ class SharedMemoryCollectives(CollectiveGroup):
         *,
         rank: int,
         world: int,
-        deadline_s: float,
+        deadline_s: float | str,
         admit_after_calls: bool = True,
         calls: ElasticMembership | None = None,
         on_wait: Callable[[], None] = lambda: None,

@@ -4,11 +4,14 @@ On a GPU the members and their weights are exchanged over the CPU first: a worke
 before NCCL, which cannot name the missing worker, begins to wait.
 """
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch.distributed
 
 from maniple.clock import Deadline
 from maniple.collectives.call import check_reduction
+from maniple.collectives.deadline import start_deadline_s
 from maniple.collectives.peer_to_peer import BucketedPeerVectors, PeerLink, PeerMessage, PeerToPeer, PeerVectors
 from maniple.collectives.reductions import normalized
 from maniple.contracts import NO_EXACT, Array, Bucket, BucketedVectors, ResidentVectors, Round
@@ -32,8 +36,11 @@ _OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUC
 _FOLDS = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
 _STORE_WAIT_S = 1.0  # one look at the store for a worker that has not come yet
 _BLAME_S = 0.5  # late workers have this long to say for whom they wait themselves
+_SIGNAL_S = 0.1  # how often a waiting worker looks whether it has to leave
 _opened: Counter[str] = Counter()
 _stores: dict[str, Any] = {}
+
+Late = tuple[set[int], set[int]]  # the ranks that are lost, and those that are late
 
 
 class TorchCollectives(PeerToPeer):
@@ -54,7 +61,7 @@ class TorchCollectives(PeerToPeer):
         environment: Environment,
         name: str,
         *,
-        deadline_s: float = COLLECTIVES_DEADLINE_S,
+        deadline_s: float | str = COLLECTIVES_DEADLINE_S,
         deterministic: bool = False,
         folder: Path | None = None,
     ) -> "TorchCollectives":
@@ -67,11 +74,12 @@ class TorchCollectives(PeerToPeer):
             deterministic: sums on GPUs have the same order in every run; those on the CPU always have.
             folder: a folder that all workers see, for the rendezvous; else `environment.master`.
         """
-        store, rank, world = _rendezvous(environment, deadline_s, folder)
+        start_s = start_deadline_s(deadline_s)
+        store, rank, world = _rendezvous(environment, start_s, folder)
         prefix = f"maniple/{environment.restarts}/{name}/{_opened[name]}"
         _opened[name] += 1
         store = dist.PrefixStore(prefix, store)
-        _await_all(store, rank, world, deadline_s)
+        _await_all(store, rank, world, start_s)
         return cls(_GlooLink(store, rank, world, deadline_s), deterministic=deterministic)
 
     def reside(
@@ -200,22 +208,41 @@ class DeviceVectors:
 class _GlooLink(PeerLink):
     """Messages over one Gloo process group."""
 
-    def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
+    def __init__(self, store: Any, rank: int, world: int, deadline_s: float | str) -> None:
         super().__init__(rank, world, deadline_s)
         self._store, self._groups = store, 0
+        self._waiter: _Waiter | None = None
         self._gloo: Any = self.open_group("cpu", store) if world > 1 else None
 
     def begin_send(self, peer: int, data: Array, tag: int) -> Any:
-        return self._gloo.send([_tensor(data)], peer, tag)
+        with self._noticing_loss(peer):
+            return self._gloo.send([_tensor(data)], peer, tag)
 
     def begin_receive(self, peer: int, data: Array, tag: int) -> Any:
-        return self._gloo.recv([_tensor(data)], peer, tag)
+        with self._noticing_loss(peer):
+            return self._gloo.recv([_tensor(data)], peer, tag)
+
+    @contextmanager
+    def _noticing_loss(self, peer: int) -> Generator[None]:
+        """Name a worker that has ended since the last message."""
+        try:
+            yield
+        except RuntimeError:
+            self._fail(*self.blame({peer}, set()), "the next call", 0.0)
 
     def wait(self, messages: Sequence[PeerMessage]) -> tuple[set[int], set[int]]:
+        """Wait for all; the main thread by another one, since no signal is handled while Gloo waits."""
+        if threading.current_thread() is not threading.main_thread():
+            return self._wait(messages)
+        if self._waiter is None:
+            self._waiter = _Waiter(self._wait)
+        return self._waiter.wait(messages, self.on_wait)
+
+    def _wait(self, messages: Sequence[PeerMessage]) -> tuple[set[int], set[int]]:
         """Wait for one message after the other: Gloo cannot be polled."""
         lost: set[int] = set()
         late: set[int] = set()
-        end = time.monotonic() + self.deadline_s
+        end = time.monotonic() + self.deadline.limit_s
         for message in messages:
             if message.peer in lost | late:
                 continue
@@ -253,7 +280,7 @@ class _GlooLink(PeerLink):
 
     def open_group(self, device: str, store: Any = None) -> Any:
         """A process group for values on `device`."""
-        timeout = timedelta(seconds=self.deadline_s)
+        timeout = timedelta(seconds=self.deadline.longest_s)
         if store is None:
             self._groups += 1
             store = dist.PrefixStore(f"device/{self._groups}", self._store)
@@ -267,6 +294,42 @@ class _GlooLink(PeerLink):
     def close(self) -> None:
         super().close()
         self._gloo = None
+        if self._waiter is not None:
+            self._waiter.close()
+
+
+class _Waiter:
+    """A thread that waits for the messages of one link."""
+
+    def __init__(self, wait: Callable[[Sequence[PeerMessage]], Late]) -> None:
+        self._wait = wait
+        self._tasks = SimpleQueue[Sequence[PeerMessage] | None]()
+        self._results = SimpleQueue[Late | Exception]()
+        threading.Thread(target=self._work, name="maniple gloo", daemon=True).start()
+
+    def wait(self, messages: Sequence[PeerMessage], on_wait: Callable[[], None]) -> Late:
+        """Wait for all; `on_wait` may raise to give up. Then the thread goes on waiting, and takes no more."""
+        self._tasks.put(messages)
+        while True:
+            try:
+                result = self._results.get(timeout=_SIGNAL_S)
+            except Empty:
+                on_wait()
+                continue
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+    def close(self) -> None:
+        """End the thread, once it waits no longer."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (messages := self._tasks.get()) is not None:
+            try:
+                self._results.put(self._wait(messages))
+            except Exception as error:  # raised again in the main thread
+                self._results.put(error)
 
 
 def _rendezvous(environment: Environment, deadline_s: float, folder: Path | None) -> tuple[Any, int, int]:

@@ -69,6 +69,7 @@ class Link:
         reason: why there is no connection.
         sequence: the number of the newest exchange.
         unresolved: exchanges of which it is unknown what was applied.
+        on_wait: called between two attempts of a request; may raise to give up.
         retry_s: for how long an exchange is continued over connections that break again and again.
     """
 
@@ -91,6 +92,7 @@ class Link:
         self.reason = "no attempt was made yet"
         self.sequence = 0
         self.unresolved: list[Callable[[], list[int]]] = []
+        self.on_wait: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._endpoint, self._role, self._timeout_s = endpoint, role, timeout_s
         self._connect_s, self._auth_s = connect_s, auth_s

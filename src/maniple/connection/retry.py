@@ -90,6 +90,7 @@ def retry_until(
         except OSError as error:
             failure = error
         on_failure()
+        link.on_wait()
         if deadline.is_over():
             if isinstance(failure, HostAway):
                 raise HostAway(

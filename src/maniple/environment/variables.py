@@ -39,6 +39,8 @@ def _parse(name: str, text: str, setting: Setting) -> Any:
     kind = setting.kind
     if kind is bool:
         return text.strip().lower() not in {"", "0", "no", "false", "off"}
+    if setting.word and text == setting.word:
+        return text
     if kind is int or kind is float:
         return _number(name, text, kind)
     if setting.choices:

@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -271,8 +271,8 @@ class _Console(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def columns(worker: WorkerState) -> dict[str, str]:
-    """What is shown of a worker, by the names of columns."""
+def columns(worker: WorkerState, workers: Iterable[WorkerState] = ()) -> dict[str, str]:
+    """What is shown of a worker, by the names of columns: of optional ones those that one of `workers` has."""
     samples_per_s, steps_per_s, _ = worker.mean_rates
     mean = {"samples_per_s": samples_per_s, "steps_per_s": steps_per_s} if worker.state in {"done", "stopped"} else {}
     counted = "samples" if worker.total.samples else "steps"
@@ -281,6 +281,7 @@ def columns(worker: WorkerState) -> dict[str, str]:
         one.column: one.text(mean.get(one.name, one.of(worker)))
         for one in MEASURES
         if one.column and one.counted in {"", counted}
+        if not one.is_optional or any(one.of(other) is not None for other in (worker, *workers))
     }
 
 
@@ -326,12 +327,12 @@ def live_table(
     target = target_lines(totals)
     room = max(4, height - _TABLE_LINES - len(target))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", *columns(WorkerState())):
+    for name in ("worker", *columns(WorkerState(), workers.values())):
         table.add_column(name, justify="left" if name in _LEFT else "right")
     shown = choose_workers(workers, room)
     for rank in shown:
         worker = workers[rank]
-        state, *others = columns(worker).values()
+        state, *others = columns(worker, workers.values()).values()
         style = _STYLES.get(worker.state, "")
         table.add_row(f"W{rank}", f"[{style}]{state}[/]" if style else state, *others)
     if rest := summarize_rest(workers, shown):

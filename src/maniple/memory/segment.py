@@ -7,6 +7,7 @@
                            controller  JSON: the controller's state
                            leases-0  which samples of the first `sampler()` are taken, and so on
                            center-0  the parameters shared by the first `share()`, and so on
+                           gate-*    the norms with which a gate compares the contributions to a center
                            array-*   a named array
                            stage-*   the contribution that a connected remote worker is sending
                            applied   how far the contributions of each remote worker are in the center
@@ -147,6 +148,8 @@ class Segment:
         segment.died_with_host = frozenset(map(int, np.flatnonzero(segment._states == LIVE)))
         for rank in segment.died_with_host:
             segment.mark(rank, DEAD)
+        for center in filter(CenterFile.is_ready, path.glob("center-*")):
+            CenterFile(center).let_workers_decide()
         return segment
 
     @classmethod
@@ -403,9 +406,12 @@ def _is_young(path: Path) -> bool:
     return time.time() - path.stat().st_mtime < _CREATION_S
 
 
-_HEADER = np.dtype([("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("chunk_bytes", "<i8")])
+_HEADER = np.dtype(
+    [("magic", "<i8"), ("state", "<i8"), ("table_bytes", "<i8"), ("chunk_bytes", "<i8"), ("gated", "<i8")]
+)
 _MAGIC = 0x32454C50494E414D  # "MANIPLE2"
 _READY = 1
+UNDECIDED, UNGATED, GATED, GATE_KEPT = range(4)  # what workers have agreed on; kept: until one brings another
 _PAGE = 4096
 _NOTE = 64
 
@@ -415,7 +421,7 @@ class CenterFile:
 
     def __init__(self, path: Path) -> None:
         self._memory = memory = map_file(path)
-        header = np.frombuffer(memory, _HEADER, 1)[0]
+        self._header = header = np.frombuffer(memory, _HEADER, 1)[0]
         table = memory[_PAGE : _PAGE + int(header["table_bytes"])]
         self.layout = Layout.from_table(table, chunk_bytes=int(header["chunk_bytes"]))
         count = len(self.layout.chunks)
@@ -462,6 +468,19 @@ class CenterFile:
                 )
             view[:] = value
         header["magic"], header["state"] = _MAGIC, _READY
+
+    @property
+    def gated(self) -> int:
+        """What the workers have agreed on: UNDECIDED, UNGATED, GATED or GATE_KEPT (`center.gate_memory`)."""
+        return int(self._header["gated"])
+
+    @gated.setter
+    def gated(self, value: int) -> None:
+        self._header["gated"] = value
+
+    def let_workers_decide(self) -> None:
+        """The run was resumed: the next worker may bring another gate. Until then this one holds."""
+        self.gated = {UNGATED: UNDECIDED, GATED: GATE_KEPT}.get(self.gated, self.gated)
 
     @property
     def note(self) -> str:

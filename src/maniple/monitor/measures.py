@@ -88,7 +88,7 @@ class Measure:
         unit: written behind the value.
         counted: "samples" or "steps": shown only in runs that count samples, or only in the others.
         is_counter: it never falls, except after a restart: a counter for Prometheus.
-        is_optional: its chart appears only once a worker has recorded it.
+        is_optional: its chart, column and cell appear only once a worker has recorded it.
     """
 
     name: str
@@ -217,6 +217,15 @@ MEASURES = (
         "percent",
         "Share of the time in which an exchange ran in the background, hidden behind training, now.",
         chart=("Hidden exchanges", "time with an exchange in the background"),
+        is_optional=True,
+    ),
+    Measure(
+        "gated",
+        Latest("gated", default=-1.0),
+        "count",
+        "Exchanges since the worker's start of which the gate has clipped or refused a part.",
+        column="gated",
+        cell="gated",
         is_optional=True,
     ),
     Measure(

@@ -4,6 +4,7 @@
 attributes: signal handlers and the heartbeat thread write them, the training thread reads them.
 """
 
+import math
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ class TrainingContext:
         replicas: all replicas of this worker. Samplers and step counts follow the first.
         stop_after: the time limit of this worker, if it was given one.
         exit_code: set by a signal that asks the worker to exit.
+        leave_by: when the grace period of that signal is over, on the monotonic clock.
         has_left, has_failed: the worker has left the run; its script has failed.
         is_data_divided: a feed or the script itself gives each worker its own data, or the warning has been given.
         followed: the changed settings that all replicas follow.
@@ -105,6 +107,7 @@ class TrainingContext:
         self.replicas: list[Replica] = []
         self.stop_after: StopAfter | None = None
         self.exit_code: int | None = None
+        self.leave_by = math.inf
         self.has_left = self.has_failed = False
         self.is_data_divided = environment.own_data
         self.followed = self.host.changes
@@ -152,6 +155,12 @@ class TrainingContext:
     def exit_if_signalled(self) -> None:
         """End the script here if a signal has come, as if it had ended by itself. Call it between two steps."""
         if self.exit_code is not None and not self.has_left and threading.current_thread() is threading.main_thread():
+            raise SystemExit(self.exit_code)
+
+    def exit_if_overdue(self) -> None:
+        """End a wait, for other workers also one of the last exchange, once the grace period of a signal is over."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.exit_code is not None and clock.monotonic() > self.leave_by and is_main:
             raise SystemExit(self.exit_code)
 
     def check_host(self, replica: "Replica") -> None:

@@ -28,7 +28,7 @@ from maniple.replica.samples import SamplesMark
 from maniple.replica.sharing import Sharing
 from maniple.rules import Rule
 
-_UNUSUAL = ("refused", "torn", "locked")  # fields of rows that are always of interest
+_UNUSUAL = ("refused", "torn", "locked", "gated")  # fields of rows that are always of interest
 _OPTIONAL = ("wire_bytes", *_UNUSUAL)  # fields that only some rows have
 _EVERY_S = 0.5  # frequent enough for a live view, and a row costs about 50 us
 _HOUR_S, _LATER_S = 3600.0, 2.0  # after an hour only every 2 s: long runs are viewed at a coarser scale
@@ -237,6 +237,10 @@ class Replica:
         if outcome is not None:
             row |= {"bytes": outcome.size_bytes, "staleness": outcome.staleness}
             row |= {name: value for name in _OPTIONAL if (value := getattr(outcome, name))}
+            if outcome.gated:
+                row["factor"] = outcome.factor
+            if outcome.weight < 1:
+                row["weight"] = outcome.weight
         self._rows.write(event, step=self.steps, start=start, end=start + duration_s, duration=duration_s, **row)
 
     def refuse_inside_center(self, what: str) -> None:
@@ -308,6 +312,7 @@ class Progress:
     Attributes:
         exchanges: the exchanges with the center so far.
         hidden_s: the time that exchanges and rounds took in the background while training continued.
+        gated: those of which the gate has clipped or refused a part; None without a gate.
     """
 
     def __init__(self, events: Events) -> None:
@@ -316,12 +321,15 @@ class Progress:
         self._events = events
         self.exchanges = self._rounds = self._bytes = 0
         self.hidden_s = 0.0
+        self.gated: int | None = None
         self._reset()
 
     def exchange(self, outcome: Outcome) -> None:
         """Count an exchange with the center."""
         self.exchanges += 1
         self._bytes += outcome.size_bytes
+        if self.gated is not None and outcome.gated:
+            self.gated += 1
         self._staleness += outcome.staleness
         self._ages[min(_AGES - 1, int(outcome.staleness).bit_length())] += 1
 
@@ -342,6 +350,8 @@ class Progress:
             row |= {"staleness": self._staleness / made, "ages": self._ages[: oldest + 1]}
         if self._together:
             row["together"] = self._together
+        if self.gated is not None:
+            row["gated"] = self.gated
         if replica.between.is_measured:
             row["measures_data"] = True
         if self.hidden_s:

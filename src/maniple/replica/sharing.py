@@ -200,6 +200,7 @@ def sharing_for(
     is_alone: bool,
     open_collectives: OpenCollectives,
     segment: Segment | None = None,
+    has_gate: bool = False,
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
     if (is_alone and not rule.acts_alone) or (center is None and not (rule.is_synchronous or is_alone)):
@@ -210,7 +211,7 @@ def sharing_for(
             from maniple.replica.warm_up import WarmUp
 
             return WarmUp(center, open_collectives, wire=wire)
-        return _asynchronous_sharing(rule, center, segment)
+        return _asynchronous_sharing(rule, center, segment, has_gate=has_gate)
     collectives = open_collectives()
     check_collectives(rule, pace, collectives, wire)
     if rule.averages_gradients:
@@ -226,7 +227,7 @@ def sharing_for(
     return SynchronousValues(center, collectives, wire=wire)
 
 
-def _asynchronous_sharing(rule: Rule, center: Center, segment: Segment | None) -> Sharing:
+def _asynchronous_sharing(rule: Rule, center: Center, segment: Segment | None, *, has_gate: bool) -> Sharing:
     """The way of sharing of a rule by which no worker waits for another."""
     if rule.has_peers:
         from maniple.replica.with_peers import WithPeers
@@ -234,7 +235,7 @@ def _asynchronous_sharing(rule: Rule, center: Center, segment: Segment | None) -
         return WithPeers(center, segment)
     from maniple.replica.with_center import WithCenter
 
-    return WithCenter(center)
+    return WithCenter(center, has_gate=has_gate)
 
 
 def check_rule_and_pace(rule: Rule, pace: Pace) -> None:

@@ -20,7 +20,7 @@ from maniple.adapters import Adapter
 from maniple.clock import clock
 from maniple.collectives.call import PassedOver
 from maniple.contracts import Array, Center, Collectives, ElasticMembership, Entry, ResidentVectors, Round, State
-from maniple.errors import Desynced, Diverged, ManipleError
+from maniple.errors import Desynced, Diverged, ManipleError, PeerLost
 from maniple.layout import Layout
 from maniple.pace import RateLimit
 from maniple.replica.context import TrainingContext
@@ -276,9 +276,16 @@ class Synchronous(Sharing):
 
     def _finish(self, timeout_s: float) -> None:
         del timeout_s  # rounds have their own deadline
-        if not self._finish_rounds():
-            return
-        is_newest = self._shadow() if self._elastic is None else self._elastic.is_current
+        try:
+            if not self._finish_rounds():
+                return
+            is_newest = self._shadow() if self._elastic is None else self._elastic.is_current
+        except (SystemExit, PeerLost):
+            # The grace period of a signal has ended before a round did. Elastic members continue without this worker;
+            # other ones cannot, so nobody else updates the center.
+            if not self._context.is_signalled:
+                raise
+            is_newest = self._elastic is None
         if is_newest and self._publishes_last:  # else other workers know more, and update the center
             self.publish()
 

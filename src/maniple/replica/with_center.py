@@ -32,6 +32,7 @@ _RESEND_S = 0.25  # after a failed exchange in the background: each try copies t
 _RETRY_S = 0.1  # between two tries of the last exchange with a host that is away
 _MEASURED = (10, 60)  # the first and the last exchange between which the cost is measured: the first ones load kernels
 _MAX_SHARE = 0.2  # of the time; beyond it, exchanges at every step cost more than they gain
+_GATED_LIMIT = 3  # in a row: one or two may be a bad batch
 _UNANNOUNCED_S = 1.0  # absence of the host that is worth no warning: a lost packet, or a restart of the server
 
 
@@ -52,9 +53,16 @@ class WithCenter(Sharing):
     _flight: BackgroundCall[Outcome] | None = None
     _copy: ReplicaCopy | None = None  # allocated with the first exchange in the background
 
+    def __init__(self, center: Center, *, has_gate: bool = False) -> None:
+        super().__init__(center)
+        self._has_gate = has_gate
+        self._gated_in_a_row = 0
+
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
         self._attach_shared()
+        if self._has_gate:
+            replica.progress.gated = 0
 
     def begin(self) -> None:
         """Take the center's values; the creator too, since rules with state start from them."""
@@ -168,6 +176,8 @@ class WithCenter(Sharing):
             samples.write_position(replica, is_common=False)
         if outcome.refused or self._refusals.in_a_row:
             self._refusals.check(outcome)
+        if self._has_gate:
+            self._check_gated(outcome)
         if outcome.locked and not self._has_warned:
             self._has_warned = True
             names = f"{outcome.locked[0]!r}" + (f" and {len(outcome.locked) - 1} more" if outcome.locked[1:] else "")
@@ -175,6 +185,19 @@ class WithCenter(Sharing):
                 f"{names} could not be exchanged: a worker that is stopped, or makes no progress, holds the lock. "
                 "Training continues, and later exchanges include it once that worker goes on or has ended",
                 stacklevel=4,
+            )
+
+    def _check_gated(self, outcome: Outcome) -> None:
+        """Warn if the gate has clipped or refused several contributions in a row: others may be right, and this worker
+        wrong."""
+        self._gated_in_a_row = self._gated_in_a_row + 1 if outcome.gated else 0
+        if self._gated_in_a_row == _GATED_LIMIT:
+            what = "refused" if not outcome.factor else "clipped"
+            warnings.warn(
+                f"the gate has {what} contributions of this worker in {_GATED_LIMIT} exchanges in a row, now of "
+                f"{outcome.gated[0]!r} (smallest share {outcome.factor:.2g}). Look at its data and its learning rate; "
+                "if it is right and the others differ, raise k of the gate",
+                stacklevel=5,
             )
 
     def _measure_cost(self, live: int) -> None:

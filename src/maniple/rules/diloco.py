@@ -148,7 +148,7 @@ class DiLoCo(Streaming, CenterMemory):
         return refused
 
     def operation(self, moment: ExchangeInfo) -> Operation:
-        return Operation("nesterov", self.lr, self.momentum, self.buffer_size(moment), is_change=True)
+        return Operation("nesterov", self.lr, self.momentum, is_change=True, n=self.buffer_size(moment))
 
     def buffer_size(self, moment: ExchangeInfo) -> int:
         """N, the arrivals for which the momentum is applied once."""

@@ -1,5 +1,6 @@
 """Rules: what an exchange between a replica and the center computes. No I/O."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from numbers import Real
@@ -166,6 +167,16 @@ class CenterMemory(Rule):
 
     def remember(self, c: Array, state: State) -> None:
         state["center"][:] = c
+
+
+@functools.cache
+def is_operation_known(rule: type) -> bool:
+    """Whether `operation` describes what `exchange` does: a subclass may override `exchange` alone."""
+
+    def definer(method: str) -> type:
+        return next(kind for kind in rule.__mro__ if method in vars(kind))
+
+    return issubclass(definer("operation"), definer("exchange"))
 
 
 def settings_of(rule: type[Rule]) -> list[str]:

@@ -34,6 +34,7 @@ STARTS = "run submit"  # those that start a program
 DEFAULT_SEED = 1
 HOST_DEADLINE_S = 600.0  # a host that is started again by hand or by a queue is usually back within minutes
 COLLECTIVES_DEADLINE_S = 600.0  # longer than a slow checkpoint or evaluation of one worker
+AUTO = "auto"  # instead of a number: find it out
 ENGINES = ("shared", "torch", "mpi")
 KEEP = 3  # one that is being written may be cut short, one may hold a diverged center, one is left
 
@@ -86,6 +87,7 @@ class Setting:
             "any": also a script that runs alone.
         variable: of an `Environment`, MANIPLE_ and the name without its unit, unless it is given.
         fallback: a variable of torchrun that counts where this one is not set.
+        word: a word that it may be instead of a number.
         unset: a value for which no variable is written; None, False, "" and () never are.
     """
 
@@ -104,6 +106,7 @@ class Setting:
     negatable: bool = False
     shows_default: bool = False
     range: Range | None = None
+    word: str = ""
     folder: bool = False
     resume: Resume = ""
     joins: bool = False
@@ -135,7 +138,7 @@ class Setting:
         for text in value if self.multiple else (value,):
             if isinstance(text, str):
                 require_printable(self.flag, text)
-        if self.range is not None and value is not None and value not in self.range:
+        if self.range is not None and value is not None and value != (self.word or None) and value not in self.range:
             raise InvalidArgument(
                 f"{self.flag} {value:g} is out of range ({self.range}). Write {self.flag} {self.range.suggestion}, or "
                 "leave it out."
@@ -221,13 +224,19 @@ class SharedSettings:
         "asynchronous easgd and asgd. Default: float32.", ALL,
         choices=tuple(CODECS), group=NETWORK, folder=True, resume="kept", joins=True, readers="external",
     )  # fmt: skip
+    gate: str | None = setting(
+        None, "Clip or refuse outlying contributions to the center: clip, refuse:k=6; staleness=0.1 weights stale ones "
+        "down. Default: no gate.", ALL, metavar="GATE", group=RULE, folder=True, resume="kept", joins=True,
+        readers="external",
+    )  # fmt: skip
     collectives: str | None = setting(
         None, "How synchronous workers communicate. Default: shared (memory) on one machine, torch with --hosts.",
         "run", choices=ENGINES, group=NETWORK, resume="repeated", readers="any",
     )  # fmt: skip
-    collectives_deadline_s: float = setting(
-        COLLECTIVES_DEADLINE_S, "A worker that has waited this long in a collective fails, and names the missing ones.",
-        "run", metavar="SECONDS", group=NETWORK, range=SECONDS, folder=True, readers="any", shows_default=True,
+    collectives_deadline_s: float | str = setting(
+        COLLECTIVES_DEADLINE_S, "A worker that has waited this long in a collective fails, and names the missing ones; "
+        "auto: learned from the last rounds.", "run", metavar="SECONDS|auto", group=NETWORK, range=SECONDS, word=AUTO,
+        folder=True, readers="any", shows_default=True,
     )  # fmt: skip
     host_deadline_s: float = setting(
         HOST_DEADLINE_S, "A remote worker trains on for this long without its host, then saves its replica and fails.",
@@ -493,9 +502,9 @@ def recorded_settings(values: Any) -> dict[str, Any]:
     return record
 
 
-def is_bsp_excluded(pace: object) -> bool:
-    """Bsp cannot be the default: with a pace, workers exchange values."""
-    return pace is not None
+def is_bsp_excluded(pace: object, gate: object) -> bool:
+    """Bsp cannot be the default: with a pace, workers exchange values; a gate is for those with a center."""
+    return pace is not None or gate is not None
 
 
 def joining_settings(values: Any) -> dict[str, Any]:

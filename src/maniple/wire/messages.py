@@ -68,6 +68,7 @@ class OpenCenter(Message, frozen=True, tag=10):
 
     center: str
     note: str
+    gate: str = ""  # the gate that all workers must have, and what it judges
 
 
 class CreateCenter(Message, frozen=True, tag=11):
@@ -142,6 +143,8 @@ class ExchangeReply(Message, frozen=True, tag=17):
     is_torn: bool
     is_done: bool  # False if nothing was applied: a swap found a newer version, or a lock could not be taken
     is_locked: bool = False  # the holder of the chunk's lock makes no progress; later items were not tried
+    factor: float = 1.0  # by which the gate has clipped the contribution; 0: it was refused
+    weight: float = 1.0  # by which it was multiplied because it was stale
 
 
 class AppliedQuery(Message, frozen=True, tag=18):

@@ -1,7 +1,7 @@
 """The collectives of one worker: a group for the calls of its script, and one per synchronous model."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from maniple.environment import Environment
 from maniple.environment.variables import visible_gpus
 from maniple.errors import InvalidArgument, say
 from maniple.record import Events, RunFolder
+from maniple.replica.context import TrainingContext
 from maniple.rules import Rule
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ class CollectiveGroups:
     """Opens the groups of one worker, and connects them so that workers do not deadlock across groups."""
 
     def __init__(
-        self, environment: Environment, connection: "HostConnection | None", events: Events, on_wait: Callable[[], None]
+        self, environment: Environment, connection: "HostConnection | None", events: Events, context: TrainingContext
     ) -> None:
-        self._environment, self._connection, self._events, self._on_wait = environment, connection, events, on_wait
+        self._environment, self._connection, self._events, self._context = environment, connection, events, context
         self._opened: dict[str, Collectives] = {}
         self._is_reported = False
 
@@ -71,7 +72,7 @@ class CollectiveGroups:
             if environment.rank == 0 and environment.world > 1:
                 why = f" ({environment.launcher})" if environment.launcher else ""
                 say(f"{environment.world} workers use {engine} collectives{why}")
-        collectives = self._open_shared(name) if is_shared else open_collectives(environment, name, folder)
+        collectives = self._open_shared(name) if is_shared else self._open_fixed(name, folder)
         self._opened[name] = collectives
         collectives.report_long_waits(self._report_wait)
         return collectives
@@ -88,6 +89,15 @@ class CollectiveGroups:
         """Leave all groups."""
         for collectives in self._opened.values():
             collectives.close()
+
+    def _on_wait(self) -> None:
+        """Called while this worker waits for others, who continue without it if a signal ends the wait."""
+        self._context.exit_if_signalled()
+        self._context.exit_if_overdue()
+
+    def _open_fixed(self, name: str, folder: Path | None) -> Collectives:
+        """A group whose others cannot continue without this worker: a signal does not end a wait at once."""
+        return open_collectives(self._environment, name, folder, on_wait=self._context.exit_if_overdue)
 
     def _open_shared(self, name: str) -> Collectives:
         from maniple.collectives.shared_memory import SharedMemoryCollectives

@@ -5,14 +5,18 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maniple.adapters import Adapter
 from maniple.center import Segment, SharedCenter
+from maniple.center.gate import Gate
+from maniple.center.gate_memory import agreement_on
 from maniple.center.tcp_client import TcpCenter, find_layout
 from maniple.clock import Deadline, clock
+from maniple.collectives.deadline import start_deadline_s
 from maniple.connection.link import Endpoint
 from maniple.connection.retry import retry_until
 from maniple.connection.training_link import TrainingLink
@@ -61,6 +65,9 @@ class _Connection:
     def lock(self, timeout_s: float) -> AbstractContextManager[None]:
         """Hold the lock that the workers of this machine share."""
         return held_by(self.environment.rank, self._lock_file, timeout_s=timeout_s)
+
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        """Let the training thread call `on_wait` while it waits for a host that is away; it may raise to give up."""
 
     def _identity(self) -> tuple[int, int]:
         """This worker's rank and incarnation."""
@@ -113,13 +120,22 @@ class LocalConnection(_Connection):
         self._segment.mark(rank, LIVE)
         self.status.start()
 
-    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
+    def open(
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+    ) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has created it."""
         del wire  # nothing is sent in shared memory
         if rule.is_synchronous and self.environment.rank:
             self._await_center(name)
         center, is_creator = SharedCenter.open_or_create(
-            self._segment, name, model, rank=self.environment.rank, lock=lock, note=repr(rule), state=rule.center_state
+            self._segment,
+            name,
+            model,
+            rank=self.environment.rank,
+            lock=lock,
+            note=repr(rule),
+            state=rule.center_state,
+            gate=agreement_on(gate, rule),
         )
         # In shared memory the worker computes exchanges.
         warm_up_in_background(center.layout.sizes, size_bytes=center.layout.size_bytes)
@@ -127,7 +143,7 @@ class LocalConnection(_Connection):
 
     def _await_center(self, name: str) -> None:
         """Wait until worker 0 has created the center: synchronous training starts from its values."""
-        deadline, last_alive_s = Deadline(self.environment.collectives_deadline_s), 0.0
+        deadline, last_alive_s = Deadline(start_deadline_s(self.environment.collectives_deadline_s)), 0.0
         path = self._segment.path / name
         # Complete, not only there: between creating the file and locking it, another creator could be faster.
         while not (path.exists() and CenterFile.is_ready(path)) and not self.status.is_over:
@@ -186,7 +202,12 @@ class RemoteConnection(_Connection):
         self.status.on_away = self._link.abort  # a pull or push in progress is repeated at once
         self.status.start()
 
-    def open(self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str) -> tuple[Center, bool]:
+    def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
+        self._link.on_wait = on_wait
+
+    def open(
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+    ) -> tuple[Center, bool]:
         if not lock:
             raise InvalidArgument(
                 "lock=False works in shared memory only, and this worker reaches its host by network."
@@ -202,6 +223,7 @@ class RemoteConnection(_Connection):
             wire=wire,
             note=repr(rule),
             state=rule.center_state,
+            gate=agreement_on(gate, rule),
             deadline_s=environment.host_deadline_s,
             live=lambda: self.status.live,
             parameter_count=model.parameter_count,
@@ -209,7 +231,7 @@ class RemoteConnection(_Connection):
 
     def _await_center(self, name: str) -> None:
         """Wait until worker 0 has created the center: synchronous training starts from its values."""
-        deadline = Deadline(self.environment.collectives_deadline_s)
+        deadline = Deadline(start_deadline_s(self.environment.collectives_deadline_s))
         while not self.status.is_over:
             try:
                 retry_until(self._link, lambda: find_layout(self._link, name), self.environment.host_deadline_s)

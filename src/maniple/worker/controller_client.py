@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -95,3 +95,31 @@ def _encode(request: str, info: Mapping[str, Any]) -> bytes:
         raise InvalidArgument(
             f"ask({request!r}) cannot send what it was given: {error}. Give numbers, words, lists and dicts of them."
         ) from None
+
+
+def check_request(request: Any) -> None:
+    """Raise InvalidArgument unless `request` is the name of a request that a script may make."""
+    if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a dict, in older systems
+        raise InvalidArgument(_request_error(request))
+    if request.startswith("maniple-"):
+        raise InvalidArgument(
+            f"{request!r} cannot be asked: names that begin with 'maniple-' are reserved. Choose another name."
+        )
+
+
+def _request_error(request: Any) -> str:
+    """The error for a request that is not a string, with the call that was probably meant."""
+    how = 'ask("next")'
+    if (
+        request
+        and isinstance(request, dict)
+        and all(isinstance(key, str) and key.isidentifier() for key in cast(Any, request))
+    ):
+        first = next(iter(cast(dict[str, Any], request)))
+        name = "next" if first == "done" else first  # the number of batches done is sent with the next request
+        info = ", ".join(f"{key}={value!r}" for key, value in cast(dict[str, Any], request).items())
+        how = f'ask("{name}", {info})'
+    return (
+        f"ask({request!r}) is no request: its name, a string, comes first, and its data are keyword arguments, not a "
+        f"{type(request).__name__}. Write worker.{how}."
+    )

@@ -22,9 +22,9 @@ def resolve_settings(
     """Rule, pace and wire format of a model that is shared: from the script, else the command line, else defaults."""
     if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
-    rule = _agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, default)
-    pace = _agreed("pace", pace, parse_pace(environment.pace) if environment.pace else None, Every(rule.every))
-    wire = _agreed("wire", wire, environment.wire, "float32")
+    rule = agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, default)
+    pace = agreed("pace", pace, parse_pace(environment.pace) if environment.pace else None, Every(rule.every))
+    wire = agreed("wire", wire, environment.wire, "float32")
     if environment.overlap and not rule.overlap:
         rule = with_overlap(rule)
     if wire != "float32":
@@ -56,7 +56,7 @@ def with_overlap(rule: Rule) -> Rule:
     return other
 
 
-def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
+def agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
     """The value given by the script or the command line; Conflict if both are given and differ."""
     if script is not None and command_line is not None and script != command_line:
         raise Conflict(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from maniple.clock import clock
 from maniple.environment import Environment
 from maniple.environment.other_launchers import is_elastic
 from maniple.errors import ManipleError, WorkerFailed, say
@@ -20,6 +21,7 @@ OnError = Callable[[type[BaseException], BaseException, TracebackType | None], N
 # Grace period for the current step. Launchers and schedulers send SIGKILL 10 s or more after SIGTERM, and the last
 # exchange needs time as well. SIGUSR1 comes a minute before the end of the walltime.
 _STEP_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 20.0}
+_AGAIN_S = 0.25  # after the grace period: until the exchange is over that nothing may interrupt
 
 
 class SignalHandler:
@@ -33,19 +35,26 @@ class SignalHandler:
         self._context, self._pid = context, os.getpid()
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        """Note a signal. A second one, or the end of the grace period, does not wait for a step."""
+        """Note a signal. A second one, or the end of the grace period, does not wait for a step.
+
+        Neither interrupts an exchange: waits for other workers end by themselves (`TrainingContext.exit_if_overdue`).
+        """
         context, is_forked = self._context, os.getpid() != self._pid
-        is_first = context.exit_code is None
+        is_first, grace_s = context.exit_code is None, _STEP_S.get(signal.Signals(number), 5.0)
         if is_first:
             context.exit_code = 0 if number == signal.SIGUSR1 else 128 + number
-        if any(replica.is_exchanging for replica in context.replicas) and not is_forked:
-            return
-        if is_first and context.replicas and not is_forked:
-            timer = threading.Timer(_STEP_S.get(signal.Signals(number), 5.0), os.kill, (self._pid, number))
-            timer.daemon = True
-            timer.start()
+            context.leave_by = clock.monotonic() + grace_s
+        is_exchanging = any(replica.is_exchanging for replica in context.replicas) and not is_forked
+        if is_exchanging or (is_first and context.replicas and not is_forked):
+            if not context.has_left:
+                self._repeat(number, grace_s if is_first else _AGAIN_S)
             return
         context.exit_if_signalled()
+
+    def _repeat(self, number: int, after_s: float) -> None:
+        timer = threading.Timer(after_s, os.kill, (self._pid, number))
+        timer.daemon = True
+        timer.start()
 
 
 def watch_exit(*, at_exit: Callable[[], None], on_error: OnError, on_signal: SignalHandler) -> None:

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from maniple.adapters import Adapter, Params, adapt
+from maniple.center.gate import Gate, parse_gate
+from maniple.center.gate_memory import check_gate
 from maniple.clock import clock
 from maniple.collectives.api import CollectiveCalls
 from maniple.contracts import Collectives
@@ -30,7 +32,8 @@ from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler, Shard
 from maniple.settings.options import is_bsp_excluded
 from maniple.worker.collective_groups import CollectiveGroups
-from maniple.worker.share_settings import check_restart, check_rule, resolve_settings, warn_local_buffers
+from maniple.worker.controller_client import check_request
+from maniple.worker.share_settings import agreed, check_restart, check_rule, resolve_settings, warn_local_buffers
 from maniple.worker.shutdown import SignalHandler, check_host_lost, warn_unshared, watch_exit
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ALONE = (0, 0)  # rank and incarnation of a worker alone, for its controller
 _SIGNALLED_TIMEOUT_S = 20.0  # for a last exchange that waits for the host after a signal: SIGKILL follows
+_LAST_ROUND_S = 3.0  # after a signal: for other workers in the last round, after 5 s for the step
 _joined: "Worker | None" = None
 _SHARES_TOO = ("maniple.client", "maniple.pool")  # imported when the script first uses them
 
@@ -98,12 +102,14 @@ class Worker(CollectiveCalls):
         self._own_policy = DefaultPolicy(environment.limits)  # the controller of a worker alone
         self._has_asked = self._is_balanced = False
         self._expects_bsp = False  # a sampler has fixed shares only because bsp seemed to be the default
-        self._collective_groups = CollectiveGroups(environment, connection, self._events, context.exit_if_signalled)
+        self._collective_groups = CollectiveGroups(environment, connection, self._events, context)
         self._feeds = Feeds(environment, self._events, self._is_stopping)
         if not environment.is_alone:
             who = {"rank": self.rank, "world": self.world, "node": self.node, "pid": self._pid}
             self._events.write("join", **who, restarts=environment.restarts)
             mark_joined(self.rank)
+            if connection is not None:  # the last exchange waits for the host in its own way
+                connection.check_while_waiting(lambda: None if context.has_left else context.exit_if_overdue())
             watch_exit(at_exit=self._at_exit, on_error=self._on_error, on_signal=SignalHandler(context))
 
     @property
@@ -151,6 +157,7 @@ class Worker(CollectiveCalls):
         rule: Rule | None = None,
         pace: Pace | None = None,
         wire: str | None = None,
+        gate: Gate | None = None,
         state: Sequence[str] = (),
         params: Params | None = None,
         buffers: bool = True,
@@ -174,6 +181,8 @@ class Worker(CollectiveCalls):
             wire: the format of values sent to a remote host or in collectives: "float32" (unchanged, the default),
                 "bfloat16", "float16", "int8", or, for rules that send changes (not EASGD and ASGD without `sync`),
                 "int4" and "topk". What the last three lose is added to the next message.
+            gate: clips or refuses outlying contributions to the center, and weights stale ones down; the same for all
+                workers. By default that of the command line, else none.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             params: which parameters are shared, the same for all workers: names and patterns (["head.*"]), or a
                 function of name and parameter. The others are each worker's own, under BSP with their gradients.
@@ -191,10 +200,12 @@ class Worker(CollectiveCalls):
             warn_local_buffers(model, named)
         adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         is_default = rule is None and self._environment.rule is None
-        needs_center = bool(state) or not lock or is_bsp_excluded(pace)
+        needs_center = bool(state) or not lock or is_bsp_excluded(pace, gate)
         default = EASGD() if needs_center else self._default_rule(adapter)
         rule, pace, wire = resolve_settings(self._environment, rule, pace, wire, default)
+        gate = agreed("gate", gate, parse_gate(self._environment.gate) if self._environment.gate else None, None)
         check_rule(self._environment, rule)
+        check_gate(gate, rule, lock=lock)
         if self._expects_bsp and not rule.is_synchronous and not self._replicas:
             warnings.warn(
                 f"the sampler was made before share() chose {type(rule).__name__}, so each worker has a fixed share, "
@@ -209,7 +220,7 @@ class Worker(CollectiveCalls):
             warnings.warn(f"buffers that are not finite are not shared: {names} (a mask of -inf, say)", stacklevel=2)
         center, name = None, f"center-{len(self._replicas)}"
         if self._connection is not None:
-            center, is_creator = self._connection.open(name, adapter, rule=rule, lock=lock, wire=wire)
+            center, is_creator = self._connection.open(name, adapter, rule=rule, lock=lock, wire=wire, gate=gate)
             self._events.write(
                 "share",
                 rule=repr(rule),
@@ -217,6 +228,7 @@ class Worker(CollectiveCalls):
                 meets=rule.meets,
                 pace=repr(pace),
                 wire=wire,
+                **({} if gate is None else {"gate": str(gate)}),
                 created=is_creator,
                 **described(adapter),
             )
@@ -225,6 +237,7 @@ class Worker(CollectiveCalls):
             center,
             pace=pace,
             wire=wire,
+            has_gate=gate is not None,
             is_alone=self._environment.is_alone,
             open_collectives=lambda: self._open_collectives(adapter, rule),
             segment=None if self._connection is None else self._connection.segment,
@@ -324,12 +337,7 @@ class Worker(CollectiveCalls):
         Raises HandlerFailed, with its traceback, for an exception in the controller's handler, and WaitedTooLong if no
         answer comes within `timeout_s`. A worker alone uses the default controller.
         """
-        if not isinstance(request, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a dict, in older systems
-            raise InvalidArgument(_request_error(request))
-        if request.startswith("maniple-"):
-            raise InvalidArgument(
-                f"{request!r} cannot be asked: names that begin with 'maniple-' are reserved. Choose another name."
-            )
+        check_request(request)
         self._has_asked = True
         if request == "validated" and True in [replica.sharing.publish_validated() for replica in self._replicas]:
             info["published"] = True  # the center is what was validated, and may be kept as the best
@@ -371,6 +379,7 @@ class Worker(CollectiveCalls):
             warn_unshared(self._environment, None if self._connection is None else self._connection.segment)
         try:
             timeout_s = _SIGNALLED_TIMEOUT_S if context.is_signalled else math.inf
+            context.leave_by = clock.monotonic() + _LAST_ROUND_S
             for replica in self._replicas:
                 replica.finish(exchange=is_exchanging, timeout_s=timeout_s)
             if is_exchanging:
@@ -457,7 +466,7 @@ class Worker(CollectiveCalls):
         environment = self._environment
         has_torch = "torch" in sys.modules and self.device == "cpu"
         is_suitable = has_torch if adapter is None else adapter.suits_bsp
-        is_excluded = self._is_balanced or is_bsp_excluded(environment.pace)
+        is_excluded = self._is_balanced or is_bsp_excluded(environment.pace, environment.gate)
         return parse_rule(environment.default_rule or "easgd") if is_suitable and not is_excluded else EASGD()
 
     def _rest(self) -> None:
@@ -526,21 +535,3 @@ def _plain(value: Any) -> Any:
     except (ValueError, RuntimeError):  # more than one element
         return value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _request_error(request: Any) -> str:
-    """The error for a request that is not a string, with the call that was probably meant."""
-    how = 'ask("next")'
-    if (
-        request
-        and isinstance(request, dict)
-        and all(isinstance(key, str) and key.isidentifier() for key in cast(Any, request))
-    ):
-        first = next(iter(cast(dict[str, Any], request)))
-        name = "next" if first == "done" else first  # the number of batches done is sent with the next request
-        info = ", ".join(f"{key}={value!r}" for key, value in cast(dict[str, Any], request).items())
-        how = f'ask("{name}", {info})'
-    return (
-        f"ask({request!r}) is no request: its name, a string, comes first, and its data are keyword arguments, not a "
-        f"{type(request).__name__}. Write worker.{how}."
-    )

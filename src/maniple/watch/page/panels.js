@@ -61,10 +61,12 @@ export class Workers {
   isShown(rank) { return !this.hidden.has(rank); }
 
   show(store) {
-    const measures = store.schema.measures.filter((one) => one.cell && store.isCounted(one));
+    const isKnown = ({ name }) => store.workers.some((worker) => worker[name] !== null);
+    const measures = store.schema.measures.filter((one) => one.cell && store.isCounted(one) && (!one.is_optional || isKnown(one)));
     this.#showHead(measures);
     for (const one of store.workers) {
       const row = this.rows.get(one.rank) ?? this.#add(one.rank, measures.length);
+      while (row.cells.length < measures.length + 2) row.insertCell();
       put(row.cells[1], one.state_text + (one.lives > 1 ? ` (life ${one.lives})` : ""));
       measures.forEach(({ name, format }, i) => put(row.cells[i + 2], formats[format](one[name])));
       if (row.dataset.state && row.dataset.state !== one.state) put(find("said"), `worker ${one.rank} is ${one.state}`);
