@@ -411,6 +411,20 @@ def test_a_successor_continues_from_the_last_outer_step(workers):
     np.testing.assert_array_equal(run.x[0], published)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_worker_that_finishes_stays_in_the_mean_and_one_that_leaves_early_does_not(is_early, workers):
+    run = workers(NoLoCo(), 2)
+    run.send(1)
+    run.peers[0].leave(1, is_early=is_early)
+    finished = run.x[0].copy()
+    run.end(0, LEFT)
+    mean = run.neighbors[1].mean()["float64"]
+    np.testing.assert_allclose(mean, run.x[1] if is_early else (run.x[1] + finished) / 2)
+    run.start(0)
+    run.send(0)
+    np.testing.assert_allclose(run.neighbors[1].mean()["float64"], (run.x[0] + run.x[1]) / 2)
+
+
 def test_outer_steps_of_a_worker_alone_change_nothing(workers):
     run = workers(NoLoCo(), 1)
     for _ in range(3):

@@ -107,8 +107,9 @@ class GossipExchange:
         self.sent += 1
         return self._post(step, act, rank, header, shared)
 
-    def leave(self, step: int) -> None:
+    def leave(self, step: int, *, is_early: bool = False) -> None:
         """Hand over this worker's whole share to a live peer; else it stays in the mailbox, and a peer adopts it."""
+        del is_early  # the share counts in any case
         self._neighbors.look()
         self.receive(step)
         peer = self._receiver() if self.weight and self._is_outbox_free(step) else None

@@ -34,10 +34,10 @@ class OuterExchange:
     def begin(self, world: int) -> bool:
         """Continue with what a predecessor has published, and return True; else publish the model."""
         del world
+        self._header["weight"] = self.weight  # a predecessor that left early has set it to 0
         if self._own.commits:
             restore(self._chunks, self._layout.chunk_views(self._own.vectors["phi"]))
             return True
-        self._header["weight"] = self.weight
         self._chunks.begin()
         for k, phi in enumerate(self._layout.chunk_views(self._own.next["phi"])):
             phi[:] = self._chunks.array(k)
@@ -87,13 +87,15 @@ class OuterExchange:
             outcome.staleness = float(max(0, self._steps_before + step - their_step))
         return outcome.with_unique_names()
 
-    def leave(self, step: int) -> None:
-        """Make the last outer step. What this worker has published stays in the mean."""
+    def leave(self, step: int, *, is_early: bool) -> None:
+        """Make the last outer step. The result stays in the mean, unless this worker leaves early and others go on."""
         self._neighbors.look()
+        if is_early and self._neighbors.live():
+            self._header["weight"] = 0.0
         self._step(step)
 
     def adopt_shares(self) -> None:
-        """Do nothing: what workers that have left have published counts in the mean, and takes part no more."""
+        """Do nothing: what a worker that has finished has published stays in the mean."""
 
     def _peer(self, live: list[tuple[int, Mailbox]]) -> tuple[Mailbox | None, int]:
         """A random peer that has made an outer step, and at which step of its own."""

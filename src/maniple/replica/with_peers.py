@@ -248,7 +248,7 @@ class WithPeers(Sharing):
             return
         replica.is_exchanging = True
         try:
-            self._peers.leave(replica.steps)
+            self._peers.leave(replica.steps, is_early=self._context.is_signalled)
         finally:
             replica.is_exchanging = False
         replica.count_exchange(0.0, self._layout.size_bytes)
