@@ -51,8 +51,9 @@ from train_bytes import JOIN_S, Settings, evaluate, validation_rows
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from measure import report  # noqa: E402 - found by the line above
 from tests.cluster.conftest import HOSTS, Network  # noqa: E402
+
+from measure import report  # noqa: E402 - found by the line above
 
 CORES = sorted(os.sched_getaffinity(0))
 VALIDATION_ROWS = 96

@@ -80,7 +80,8 @@ def build(settings: Settings) -> ByteModel:
 def read_bytes(text: str) -> tuple[Tensor, Tensor]:
     """The bytes to train on, and the last twentieth, which is for validation."""
     data = torch.frombuffer(bytearray(Path(text).read_bytes()), dtype=torch.uint8)
-    return data.split([len(data) - len(data) // 20, len(data) // 20])
+    end = len(data) - len(data) // 20
+    return data[:end], data[end:]
 
 
 def validation_rows(settings: Settings, count: int) -> Tensor:
@@ -167,16 +168,16 @@ class Worker:
         """Keep the parameters; of an asynchronous rule those of the center, which worker 0 has in shared memory."""
         if self._settings.is_asynchronous and self.rank:
             return
-        with self._replica.center() if self._settings.is_asynchronous else contextlib.nullcontext():
+        with self._replica.center() if self._replica and self._settings.is_asynchronous else contextlib.nullcontext():
             vector = nn.utils.parameters_to_vector(self.model.parameters()).detach().numpy()
         np.save(self._folder / f"copy-{self.rank}-{step}.npy", vector)
 
 
 def bind(core: int) -> None:
     """Bind all threads of this process, those of its communication too, to one core. The host's process has all."""
-    for task in os.listdir("/proc/self/task"):
+    for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task), {core})
+            os.sched_setaffinity(int(task.name), {core})
 
 
 if __name__ == "__main__":

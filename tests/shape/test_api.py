@@ -206,6 +206,7 @@ SETTINGS = [
                 "--runs",
                 "--script",
                 "--slurm",
+                "--step-time",
                 "--timeout",
                 "--token-file",
                 "--walltime",
