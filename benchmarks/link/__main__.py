@@ -20,8 +20,9 @@ parameter, and much more per second: GPT-2 of 124 million parameters makes 0.5 G
     EASGD           asynchronous, every 10 steps; worker 0 shares the host's machine and memory, as with torchrun
     LocalSGD, DiLoCo    every --every steps; DiLoCo overlap int4: while training goes on, 4 bits per value
 
-Seconds to the loss: of the replicas' mean (EASGD: of the center) on a fixed set of validation rows, interpolated
-between copies of the parameters, which are evaluated afterwards. The clock starts when all workers are ready.
+Seconds to the loss: of the replicas' mean (EASGD: of the center) on a fixed set of validation rows, the median of three
+consecutive copies of the parameters, interpolated; they are evaluated afterwards. The clock starts when all workers are
+ready.
 A contestant that would take longer than --limit is stopped, and the seconds are *extrapolated*: steps to the loss where
 it, or the other one of DDP and BSP, reached the loss on another line, times the seconds per step here.
 Computing: CPU seconds of a worker's process, of its communication too, per second, relative to one process.
@@ -58,6 +59,7 @@ from measure import report  # noqa: E402 - found by the line above
 CORES = sorted(os.sched_getaffinity(0))
 VALIDATION_ROWS = 96
 END_S = 120.0  # for workers to leave and the host to save: the last exchange takes 16 s over 10 Mbit/s
+HOST_S = 2.0  # in which a host whose workers are gone ends by itself
 ALONE, DDP = "one process", "DDP"
 
 
@@ -146,10 +148,11 @@ def train(folder: Path, contestant: Contestant, settings: Settings, network: Net
             raise RuntimeError(f"the workers ended with {codes}:\n{(folder / 'log').read_text()[-3000:]}")
     finally:
         end(processes)
+        end_host(network)
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the workers that still run. Each has a session of its own; their host ends with them."""
+    """End the workers that still run, each of which leads a session. Their host saves the center and ends with them."""
     for order in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
@@ -158,6 +161,34 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(15)
+
+
+def end_host(network: Network) -> None:
+    """Wait until no process is left on the machines: a host that is killed leaves its center in memory.
+
+    A host whose workers have all finished ends with them. One that is left is told to save and end, since it waits a
+    minute for workers that might come back.
+    """
+    names = [Path(network.prefix(host)[1].removeprefix("--net=")).name for host in range(1, HOSTS + 1)]
+    asked_to_end: set[str] = set()
+    begin = time.monotonic()
+    while time.monotonic() < begin + END_S:
+        left = {pid for name in names for pid in pids_in(name)}
+        if not left:
+            return
+        for pid in left - asked_to_end if time.monotonic() > begin + HOST_S else ():
+            with contextlib.suppress(OSError):  # it has just ended
+                if b"maniple.cli" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGTERM)
+                    asked_to_end.add(pid)
+        time.sleep(0.2)
+
+
+def pids_in(namespace: str) -> list[str]:
+    """The processes in a network namespace."""
+    return subprocess.run(
+        ["ip", "netns", "pids", namespace], check=False, capture_output=True, text=True
+    ).stdout.split()
 
 
 def curve_of(folder: Path, contestant: Contestant, settings: Settings, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,7 +224,10 @@ def speed_of(contestant: Contestant, steps: list[dict[str, Any]]) -> dict[str, A
 
 
 def reach(curve: list[tuple[int, float, float]], target: float) -> tuple[float, float] | None:
-    """Step and seconds at which the loss falls to the target, interpolated between two copies."""
+    """Step and seconds at which the median of three consecutive losses falls to the target, interpolated."""
+    losses = [loss for _, _, loss in curve]
+    middle = [statistics.median(losses[max(0, i - 1) : i + 2]) for i in range(len(losses))]
+    curve = [(step, seconds, loss) for (step, seconds, _), loss in zip(curve, middle, strict=True)]
     before = None
     for now in curve:
         if now[2] <= target:
@@ -217,7 +251,7 @@ def table(found: dict[tuple[int, str, str], dict[str, Any]], target: float, all_
         if own is None and elsewhere is not None and not all_[name].is_asynchronous:
             seconds, how = elsewhere[0] / result["steps_per_s"], "extrapolated"
         rows.append({
-            "hosts": hosts, "line": str(LINES[line]) if line else "none", "contestant": name,
+            "hosts": hosts, "line": line or "none", "contestant": name,
             "s to loss": seconds, "how": how, "steps to loss": (own or elsewhere or [None])[0],
             "steps/s": result["steps_per_s"],
             "of one process": result["steps_per_s"] / alone["steps_per_s"] if alone else None,
@@ -262,9 +296,9 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=contestants(1), default=list(contestants(1)))
     parser.add_argument("--text", type=Path, help="a file to learn from (default: the standard library's sources)")
     parser.add_argument("--every", type=int, default=50, help="steps between exchanges of LocalSGD and DiLoCo (50)")
-    parser.add_argument("--steps", type=int, default=400, help="of each worker, at most (400)")
+    parser.add_argument("--steps", type=int, default=300, help="of each worker, at most (300)")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds of training for each row, at most (100)")
-    parser.add_argument("--target", type=float, default=3.4, help="loss to reach, in bits per byte (3.4)")
+    parser.add_argument("--target", type=float, default=3.55, help="loss to reach, in bits per byte (3.55)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     size: dict[str, Any] = {"width": 256, "layers": 6, "context": 64, "batch": 4}
@@ -276,7 +310,7 @@ def main() -> None:
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
     with text_of(args.text) as text:
         settings = Settings(
-            way="", text=text, steps=args.steps, limit_s=args.limit, copy_every=max(5, args.steps // 16), slack=0,
+            way="", text=text, steps=args.steps, limit_s=args.limit, copy_every=max(5, args.steps // 15), slack=0,
             core_count=len(CORES), is_asynchronous=False, lr=1e-3, seed=args.seed, **size,
         )  # fmt: skip
         begin = time.monotonic()
@@ -294,7 +328,13 @@ def main() -> None:
                 where = f"{hosts} hosts  {line or 'no line':<8} {name:<22}"
                 print(f"{minutes:5.1f} min  {where} {result['steps_per_s']:6.2f} steps/s", flush=True)
     rows = table(found, args.target, contestants(args.every))
-    facts = {"model": size, "every": args.every, "target": args.target, "text": str(args.text or "standard library")}
+    facts = {
+        "lines": {name: str(LINES[name]) for name in args.lines},
+        "model": size,
+        "every": args.every,
+        "target": args.target,
+        "text": str(args.text or "standard library"),
+    }
     curves = {f"{hosts} {line} {name}": one["curve"] for (hosts, line, name), one in found.items()}
     if rows:
         report("link-quick" if args.quick else "link", "Training over slow lines", rows, **facts)
