@@ -18,7 +18,7 @@ parameter, and much more per second: GPT-2 of 124 million parameters makes 0.5 G
     one process     as many independent processes, bound to the cores as the workers are: the baseline of every ratio
     DDP, BSP        the gradients' mean at each step
     EASGD           asynchronous, every 10 steps; worker 0 shares the host's machine and memory, as with torchrun
-    LocalSGD, DiLoCo    every --every steps; DiLoCo overlap int4: while training goes on, 4 bits per value
+    LocalSGD, DiLoCo    every --every steps; overlap: while training goes on; int4: with 4 bits per value
 
 Seconds to the loss: of the replicas' mean (EASGD: of the center) on a fixed set of validation rows, the median of three
 consecutive copies of the parameters, interpolated; they are evaluated afterwards. The clock starts when all workers are
@@ -109,6 +109,7 @@ def contestants(every: int) -> dict[str, Contestant]:
         "EASGD": Contestant("maniple", "easgd", every=10, is_asynchronous=True),
         "LocalSGD": Contestant("maniple", f"localsgd:k={every}", every=every),
         "DiLoCo": diloco,
+        "DiLoCo overlap": replace(diloco, overlap=True),
         "DiLoCo overlap int4": replace(diloco, wire="int4", overlap=True),
     }
 
@@ -320,13 +321,14 @@ def main() -> None:
                 try:
                     if line:
                         network.shape(rate_mbit=LINES[line].rate_mbit, round_trip_s=LINES[line].round_trip_ms / 1000)
-                    result = measure(all_[name], settings, network, hosts)
+                    found[hosts, line, name] = measure(all_[name], settings, network, hosts)
+                    outcome = f"{found[hosts, line, name]['steps_per_s']:6.2f} steps/s"
+                except RuntimeError as error:  # the others are measured all the same
+                    outcome = f"failed: {error}"
                 finally:
                     network.close()
-                found[hosts, line, name] = result
                 minutes = (time.monotonic() - begin) / 60
-                where = f"{hosts} hosts  {line or 'no line':<8} {name:<22}"
-                print(f"{minutes:5.1f} min  {where} {result['steps_per_s']:6.2f} steps/s", flush=True)
+                print(f"{minutes:5.1f} min  {hosts} hosts  {line or 'no line':<8} {name:<22} {outcome}", flush=True)
     rows = table(found, args.target, contestants(args.every))
     facts = {
         "lines": {name: str(LINES[name]) for name in args.lines},

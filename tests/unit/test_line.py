@@ -52,8 +52,8 @@ def test_the_period_is_the_shortest_with_this_compression(line, parameters, step
     [
         (100_000, 1e6, "--rule bsp"),  # 8 MB in a millisecond
         (1000, 5e5, "--rule easgd"),
-        (1000, 5e6, "--rule diloco:every=40"),
-        (100, 5e6, "--rule diloco:every=40 --overlap"),
+        (1000, 5e6, "--rule diloco:every=40,sync=false"),
+        (100, 5e6, "--rule diloco:every=40,sync=false --overlap"),
     ],
 )
 def test_the_least_change_that_a_line_allows_is_suggested(mbit, parameters, options):
@@ -63,5 +63,5 @@ def test_the_least_change_that_a_line_allows_is_suggested(mbit, parameters, opti
 
 def test_a_line_on_which_nothing_studied_is_short_enough_is_said_to_be_one():
     found = suggest(LineSpeed(0.04, MBIT, MBIT), 1e10, 0.2)
-    assert found.every > 500 and found.overlap and found.wire == WIRES[-1]
+    assert found.every > 500 and found.overlap and found.wire not in {"float32", "bfloat16"}
     assert "a larger batch or a smaller model" in found.reason

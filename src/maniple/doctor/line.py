@@ -1,7 +1,6 @@
 """What suits a line to a host: rule, period and compression, by the time that an exchange takes.
 
-    exchange = round trip + bytes / up + bytes / down        both directions in turn: the line of many homes is shared,
-                                                             and a ring of workers sends up to twice the bytes
+    exchange = round trip + bytes / up + bytes / down        an upper bound: exchanges use both directions at once
     cost     = exchange / (H steps + exchange)
 
 An exchange that overlaps with training costs nothing while it is shorter than H steps. The values of H are those at
@@ -19,6 +18,8 @@ MAX_COST = 0.05  # of the time
 STEP_TIMES_S = (0.05, 0.2, 1.0)  # for a step time that is not known
 WIRES = tuple(name for name in ("float32", "bfloat16", "int8", "int4") if name in CODECS)  # the least compression first
 _DENSE_WIRES = WIRES[:2]  # of rules that exchange often
+# What a center returns is values: 4 bits are enough for changes only.
+_REPLIES = {"int4": "bfloat16"}
 _EASGD_EVERY = 10
 _LONGEST = (100, 500)
 _MARGIN = 2  # an exchange that overlaps may take half of the H steps, since lines have slow moments
@@ -32,9 +33,10 @@ class LineSpeed:
     up_bytes_per_s: float
     down_bytes_per_s: float
 
-    def exchange_s(self, size_bytes: float) -> float:
-        """The seconds of an exchange of so many bytes each way."""
-        return self.round_trip_s + size_bytes / self.up_bytes_per_s + size_bytes / self.down_bytes_per_s
+    def exchange_s(self, parameters: float, wire: str = WIRES[0]) -> float:
+        """The seconds of an exchange with a center of so many parameters, 4 bytes each."""
+        up, down = (CODECS[name].size_bytes(round(parameters), 4) for name in (wire, _REPLIES.get(wire, wire)))
+        return self.round_trip_s + up / self.up_bytes_per_s + down / self.down_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Suggestion:
 
     @property
     def options(self) -> str:
-        """The options of `maniple run` and `maniple serve`."""
-        rule = f"diloco:every={self.every}" if self.rule == "diloco" else self.rule
+        """The options of `maniple serve` and `maniple run`. Workers that join and leave need `sync=false`."""
+        rule = f"diloco:every={self.every},sync=false" if self.rule == "diloco" else self.rule
         wire = "" if self.wire == WIRES[0] else f" --wire {self.wire}"
         return f"--rule {rule}{wire}{' --overlap' if self.overlap else ''}"
 
@@ -73,9 +75,9 @@ def suggest(line: LineSpeed, parameters: float, step_s: float) -> Suggestion:
         parameters: of the model, 4 bytes each.
         step_s: seconds of one step of a worker.
     """
-    plain_s = line.exchange_s(_size_bytes(WIRES[0], parameters))
+    plain_s = line.exchange_s(parameters)
     for rule, wire, every, overlap in _candidates(line, parameters, step_s):
-        exchange_s = line.exchange_s(_size_bytes(wire, parameters))
+        exchange_s = line.exchange_s(parameters, wire)
         cost = 0.0 if overlap else exchange_s / (every * step_s + exchange_s)
         window = f"{'a step' if every == 1 else count(every, 'step')} of {step_s:g} s"
         reason = f"an exchange takes {exchange_s:.2g} s"
@@ -92,7 +94,7 @@ def _candidates(line: LineSpeed, parameters: float, step_s: float) -> Iterator[t
     """What suits, the best first: rule, wire, steps between exchanges, overlap."""
 
     def needed(wire: str, *, overlap: bool = False) -> float:
-        exchange_s = line.exchange_s(_size_bytes(wire, parameters))
+        exchange_s = line.exchange_s(parameters, wire)
         return exchange_s / step_s * (_MARGIN if overlap else 1 / MAX_COST - 1)
 
     for rule, every in (("bsp", 1), ("easgd", _EASGD_EVERY)):
@@ -104,12 +106,9 @@ def _candidates(line: LineSpeed, parameters: float, step_s: float) -> Iterator[t
             for overlap in (False, True):
                 if needed(wire, overlap=overlap) <= longest:
                     yield "diloco", wire, _in_tens(needed(wire, overlap=overlap)), overlap
-    yield "diloco", WIRES[-1], _in_tens(needed(WIRES[-1], overlap=True)), True
+    quickest = min(WIRES, key=lambda wire: line.exchange_s(parameters, wire))
+    yield "diloco", quickest, _in_tens(needed(quickest, overlap=True)), True
 
 
 def _in_tens(steps: float) -> int:
     return max(10, 10 * math.ceil(steps / 10))
-
-
-def _size_bytes(wire: str, parameters: float) -> int:
-    return CODECS[wire].size_bytes(round(parameters), 4)

@@ -196,7 +196,11 @@ def _converse(stream: Stream, case: Case, *, is_near: bool) -> Steps:
         up, down = (_bytes_per_s(stream, round_trip_s, is_up=is_up) for is_up in (True, False))
         line = LineSpeed(round_trip_s, up, down)
         size = case.model_mb * 1e6 or sum(int(one["bytes"]) for one in told.get("centers", ()))
-        exchange = f"; an exchange of {size / 1e6:,.3g} MB takes about {line.exchange_s(size):.2g} s" if size else ""
+        exchange = (
+            f"; an exchange of {size / 1e6:,.3g} MB takes about {line.exchange_s(size / _BYTES_PER_PARAMETER):.2g} s"
+            if size
+            else ""
+        )
         speeds = f"{_mb(up)} MB/s to the host, {_mb(down)} MB/s from it"
         yield "way", fine(f"there and back in {1000 * round_trip_s:.2g} ms, {speeds}{exchange}", **asdict(line))
         if not is_near:
