@@ -57,7 +57,7 @@ from tests.cluster.conftest import HOSTS, Network  # noqa: E402
 from measure import report  # noqa: E402 - found by the line above
 
 CORES = sorted(os.sched_getaffinity(0))
-VALIDATION_ROWS = 96
+VALIDATION_ROWS = 64
 END_S = 120.0  # for workers to leave and the host to save: the last exchange takes 16 s over 10 Mbit/s
 HOST_S = 2.0  # in which a host whose workers are gone ends by itself
 ALONE, DDP = "one process", "DDP"

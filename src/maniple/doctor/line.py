@@ -79,7 +79,7 @@ def suggest(line: LineSpeed, parameters: float, step_s: float) -> Suggestion:
     for rule, wire, every, overlap in _candidates(line, parameters, step_s):
         exchange_s = line.exchange_s(parameters, wire)
         cost = 0.0 if overlap else exchange_s / (every * step_s + exchange_s)
-        window = f"{'a step' if every == 1 else count(every, 'step')} of {step_s:g} s"
+        window = f"{'a step' if every == 1 else count(every, 'step')} of {step_s:.3g} s"
         reason = f"an exchange takes {exchange_s:.2g} s"
         if wire != WIRES[0]:
             reason += f" ({plain_s:.2g} s without compression)"

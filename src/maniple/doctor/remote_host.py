@@ -197,14 +197,15 @@ def _converse(stream: Stream, case: Case, *, is_near: bool) -> Steps:
         line = LineSpeed(round_trip_s, up, down)
         size = case.model_mb * 1e6 or sum(int(one["bytes"]) for one in told.get("centers", ()))
         exchange = (
-            f"; an exchange of {size / 1e6:,.3g} MB takes about {line.exchange_s(size / _BYTES_PER_PARAMETER):.2g} s"
+            f"; an exchange of {_mb(size)} MB takes about {line.exchange_s(size / _BYTES_PER_PARAMETER):.2g} s"
             if size
             else ""
         )
         speeds = f"{_mb(up)} MB/s to the host, {_mb(down)} MB/s from it"
         yield "way", fine(f"there and back in {1000 * round_trip_s:.2g} ms, {speeds}{exchange}", **asdict(line))
         if not is_near:
-            for finding in _suggest(line, size, case.step_s or told.get("step_s") or 0.0):
+            known_s = 0.0 if case.model_mb else told.get("step_s") or 0.0  # of the host's model, not of another
+            for finding in _suggest(line, size, case.step_s or known_s):
                 yield "rule", finding
     except (OSError, ManipleError, msgspec.DecodeError) as error:
         seen, limit = "the host accepted the token and then broke off", "it describes itself to anyone with the token"
@@ -239,8 +240,8 @@ def _bytes_per_s(stream: Stream, round_trip_s: float, *, is_up: bool) -> float:
         size = min(4 * size, MAX_ECHO_BYTES)
 
 
-def _mb(rate: float) -> str:
-    return f"{rate / 1e6:,.0f}" if rate >= 1e8 else f"{rate / 1e6:.2g}"
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.2g}"
 
 
 def _suggest(line: LineSpeed, size_bytes: float, step_s: float) -> Iterator[Finding]:
