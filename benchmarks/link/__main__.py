@@ -123,7 +123,8 @@ def measure(contestant: Contestant, settings: Settings, network: Network, hosts:
         folder = Path(text)
         train(folder, contestant, settings, network, hosts)
         steps = [json.loads((folder / f"steps-{rank}.json").read_text()) for rank in range(hosts)]
-        return curve_of(folder, contestant, settings, steps) | speed_of(contestant, steps)
+        load = {"load": os.getloadavg()[0]}  # of the last minute, before the copies are evaluated
+        return curve_of(folder, contestant, settings, steps) | speed_of(contestant, steps) | load
 
 
 def train(folder: Path, contestant: Contestant, settings: Settings, network: Network, hosts: int) -> None:
@@ -257,7 +258,7 @@ def table(found: dict[tuple[int, str, str], dict[str, Any]], target: float, all_
             "steps/s": result["steps_per_s"],
             "of one process": result["steps_per_s"] / alone["steps_per_s"] if alone else None,
             "computing": result["cpu_share"] / alone["cpu_share"] if alone else None,
-            "last loss": result["curve"][-1][2] if result["curve"] else None,
+            "last loss": result["curve"][-1][2] if result["curve"] else None, "load": result["load"],
         })  # fmt: skip
     for row in rows:
         ddp = next((one["s to loss"] for one in rows if one["contestant"] == DDP and _place(one) == _place(row)), None)

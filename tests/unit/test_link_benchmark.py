@@ -26,7 +26,7 @@ def link(monkeypatch) -> ModuleType:
 def result(steps_per_s: float, *losses: float) -> dict[str, Any]:
     """A run with a copy every 10 steps."""
     curve = [(10 * i, 10 * i / steps_per_s, loss) for i, loss in enumerate(losses, 1)]
-    return {"curve": curve, "steps_per_s": steps_per_s, "cpu_share": 1.0}
+    return {"curve": curve, "steps_per_s": steps_per_s, "cpu_share": 1.0, "load": 1.0}
 
 
 def test_a_loss_is_reached_by_the_median_of_three_copies_between_two_of_them(link):
