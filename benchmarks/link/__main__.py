@@ -325,7 +325,7 @@ def main() -> None:
                     found[hosts, line, name] = measure(all_[name], settings, network, hosts)
                     outcome = f"{found[hosts, line, name]['steps_per_s']:6.2f} steps/s"
                 except RuntimeError as error:  # the others are measured all the same
-                    outcome = f"failed: {error}"
+                    outcome = f"failed: {str(error).strip().splitlines()[-1]}"
                 finally:
                     network.close()
                 minutes = (time.monotonic() - begin) / 60
