@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EASGD, Downpour, LocalSGD, MSync, Rule
+from maniple.rules import ASGD, BSP, EASGD, DiLoCo, Downpour, LocalSGD, MSync, Rule
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "BatchFiles",
     "Client",
     "Controller",
+    "DiLoCo",
     "Downpour",
     "Every",
     "Feed",

@@ -77,6 +77,7 @@ class Operation:
     elastic      d = x - c;  x -= b d;  c += a d
     blend        c = a c + b x;  x = c
     compensated  as blend, with b divided by staleness + 1
+    nesterov     the outer step of asynchronous DiLoCo, with learning rate a, momentum b and a buffer of n arrivals
     replace      c = x, if all of x is finite
     swap         as replace, if c still has the version that the worker saw
     """
@@ -84,6 +85,7 @@ class Operation:
     name: str
     a: float = 1.0
     b: float = 1.0
+    n: int = 0
     is_change: bool = False  # x is what the worker has changed since it last received c
 
 
@@ -257,6 +259,10 @@ class Collectives(Protocol):
     @property
     def background(self) -> "BackgroundCollectives | None":
         """How values are sent while the worker computes; None where they are not."""
+        ...
+
+    def set_background(self, in_background: bool) -> None:
+        """Say whether a thread beside the training thread makes the calls: it takes no processor time in waits."""
         ...
 
     def all_reduce(self, x: Array, out: Array, op: str, *, weight: float = 1.0, wire: str = "float32") -> Round: ...

@@ -319,6 +319,27 @@ def check_state_names(*states: StateNames) -> None:
         seen.add(name)
 
 
+def fragments_of(entries: Sequence[Entry], count: int) -> list[list[int]]:
+    """Deal the layers of a model out to `count` fragments: layer j goes to fragment j modulo `count`.
+
+    Entries belong to one layer if their names are the same up to the first number, as in `blocks.3.attn.weight`, or up
+    to the last dot where there is none.
+    """
+    layers: dict[str, list[int]] = {}
+    for i, entry in enumerate(entries):
+        numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", entry.name)
+        layers.setdefault(numbered.group() if numbered else entry.name.rpartition(".")[0] or entry.name, []).append(i)
+    if len(layers) < count:
+        raise InvalidArgument(
+            f"a model of {len(layers)} layers cannot be cut into {count} fragments: each needs a layer. Use "
+            f"fragments={len(layers)} or less."
+        )
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    for j, its_entries in enumerate(layers.values()):
+        dealt[j % count] += its_entries
+    return [sorted(one) for one in dealt]
+
+
 def _listed(state: StateNames) -> str:
     return ", ".join(repr(name) for name in (*state.vectors, *state.scalars)) or "nothing"
 

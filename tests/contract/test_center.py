@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from maniple import ASGD, EASGD, Downpour, Rule, layout
+from maniple import ASGD, EASGD, DiLoCo, Downpour, Rule, layout
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
 from maniple.center.snapshot import EntryReader
@@ -428,6 +428,36 @@ def test_changes_of_interleaved_workers_add_up_exactly(centers, dtype):
         worker.exchange(Downpour())
     workers[0].pull()
     assert_all(workers[0].params, sum(range(30)))
+
+
+def test_asynchronous_diloco_follows_its_equations_for_a_given_order_of_arrivals(centers):
+    """The state at the center is shared by all workers, and each worker's change counts from what it last received."""
+    rule, rng = DiLoCo(lr=0.5, momentum=0.8, sync=False, buffer=3), np.random.default_rng(2)
+    workers = [Worker(centers, some(1.0), rank, rule.center_state) for rank in range(3)]
+    theta, m, s = 1.0, 0.0, 0.0
+    for t, w in enumerate([0, 1, 2, 2, 1, 0, 0, 0, 2, 1, 2], 1):
+        change = rng.normal()
+        for array in workers[w].params.values():
+            array += change
+        workers[w].exchange(rule)
+        s += change / 3
+        m = 0.8 * m + s if t % 3 == 0 else m
+        step = change / 3 + (0.8 * m if t % 3 == 0 else 0.0)
+        theta, s = theta + 0.5 * step, 0.0 if t % 3 == 0 else s
+        for array in workers[w].params.values():
+            np.testing.assert_allclose(array, theta, rtol=1e-12)
+    late = Worker(centers, some(0.0), 3, rule.center_state)  # a newcomer begins with the center
+    for array in late.params.values():
+        np.testing.assert_allclose(array, theta, rtol=1e-12)
+
+
+def test_asynchronous_diloco_refuses_what_is_not_finite(centers):
+    rule = DiLoCo(sync=False, buffer=2)
+    worker = Worker(centers, some(1.0), 0, rule.center_state)
+    worker.params["b"][1] = np.nan
+    worker.params["w"] += 1
+    assert worker.exchange(rule).refused == ["b"]
+    assert worker.params["b"].tolist() == [1, 1, 1] and (worker.params["w"] > 1).all()
 
 
 def test_concurrent_exchanges_add_up_exactly(centers):

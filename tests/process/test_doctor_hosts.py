@@ -81,9 +81,9 @@ def greets() -> Iterator[Callable[[bytes], str]]:
 
 
 def test_another_version_of_the_protocol_is_found(greets):
-    _, found = doctor(greets(b"mnpl\x04\x00" + bytes(10)))
+    _, found = doctor(greets(b"mnpl\x05\x00" + bytes(10)))
     assert grave(found) == {"greeting"}
-    assert_found(found, "greeting", "grave", "version 4 of the protocol, this one 3", "Install the same maniple")
+    assert_found(found, "greeting", "grave", "version 5 of the protocol, this one 4", "Install the same maniple")
     _, found = doctor(greets(b"SSH-2.0-OpenSSH_9.2p1\r\n"))
     assert_found(found, "greeting", "grave", "b'SSH-' does not begin a frame of maniple")
 

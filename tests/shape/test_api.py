@@ -11,7 +11,7 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
+        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "DiLoCo", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
         "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
         "Worker", "join",
     ]  # fmt: skip
@@ -98,8 +98,9 @@ def test_models_and_sessions_offer_these_members():
 
 SETTINGS = [
     "--certificate", "--controller", "--controller-arg", "--every", "--host-deadline", "--json", "--keep", "--key",
-    "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--patience", "--quiet", "--resume",
-    "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target", "--target",
+    "--max-batches", "--max-epochs", "--max-memory", "--maximum-rate", "--name", "--overlap", "--patience", "--quiet",
+    "--resume", "--rule", "--runs", "--seed", "--show-settings", "--snapshot", "--snapshot-every", "--stop-at-target",
+    "--target",
     "--tls", "--total-duration", "--validate-every", "--wire",
     "-q",
 ]  # fmt: skip

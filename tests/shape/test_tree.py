@@ -57,6 +57,7 @@ TESTED_THROUGH = {
     "maniple.pool.gather_kernels": "unit/test_pool.py, by a selection of many rows",
     "maniple.pool.processes": "tests/process/test_pool*.py: pools of real processes",
     "maniple.pool.worker_process": "tests/process/test_pool*.py: pools of real processes",
+    "maniple.rules.streaming": "unit/test_rules_diloco.py, by the rules that derive from it",
     "maniple.replica.synchronous*": "unit/test_replica.py and process/test_bsp.py, by rules that are synchronous",
     "maniple.replica.with_center": "unit/test_replica.py, by rules with a center",
     "maniple.watch.site": "process/test_watch_web.py, in a real browser",

@@ -77,7 +77,7 @@ def drawn_at_once(workers: list[Sampler], epochs: int, batch: int) -> list[Count
                 into.update(map(int, indices))
                 if step % 3 == 0 or batch > 1:
                     worker.stepped()
-                    worker.committed()
+                    worker.committed(worker.mark())
         worker.finish(is_early=False)
 
     threads = [threading.Thread(target=draw, args=pair, daemon=True) for pair in zip(workers, drawn, strict=True)]

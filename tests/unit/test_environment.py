@@ -25,7 +25,8 @@ from maniple.environment.other_launchers import find_launch
 from maniple.errors import InvalidArgument
 from maniple.rules import BSP, EASGD
 from maniple.settings.options import DEFAULT_SEED, ENGINES, option_variable
-from maniple.worker.worker import check_rule, connect_to_host
+from maniple.worker.share_settings import check_rule
+from maniple.worker.worker import connect_to_host
 
 WORD = st.none() | st.text("abc:=0.5,", min_size=1)
 PLACES = st.builds(

@@ -128,6 +128,7 @@ def test_the_requested_settings_are_recorded():
         "rule": "easgd",
         "default_rule": None,
         "pace": "every:5",
+        "overlap": False,
         "devices": ["cpu"],
         "hosts": [],
         "ray": None,

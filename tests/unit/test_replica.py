@@ -19,7 +19,8 @@ from maniple.replica import Sharing, sharing_for
 from maniple.replica.context import TrainingContext
 from maniple.replica.replica import DataTime
 from maniple.replica.sharing import check_collectives
-from maniple.worker.worker import check_restart, logged
+from maniple.worker.share_settings import check_restart
+from maniple.worker.worker import logged
 from tests.simulated_clock import SimulatedClock
 
 

@@ -369,7 +369,7 @@ def test_typo_in_a_rule_names_the_closest_one(typo, near):
 
 
 def test_unknown_rule_lists_those_there_are():
-    with pytest.raises(InvalidArgument, match=r"'xyz' \(rules: easgd, asgd, downpour, bsp, localsgd, msync\)"):
+    with pytest.raises(InvalidArgument, match=r"'xyz' \(rules: easgd, asgd, downpour, bsp, localsgd, msync, diloco\)"):
         parse_rule("xyz")
 
 

@@ -242,7 +242,7 @@ def test_newcomer_continues_where_the_others_were_at_their_last_exchange():
             if number % 2 == 0:  # the center, or all workers, have it
                 replica.rounds += 1
                 replica.steps_since_exchange = 0
-                samples.exchange()
+                samples.exchange(samples.mark())
                 assert environment() == ((epoch, 20, 4 * epoch + 2) if number == 2 else (epoch + 1, 0, 4 * epoch + 4))
 
 

@@ -68,7 +68,7 @@ def test_lease_is_done_when_the_center_has_it_and_not_before(run):
         next(passing)
         worker.stepped()
     assert run.table().snapshot().leased == [(0, 0, 3), (0, 3, 6)]
-    worker.committed()
+    worker.committed(worker.mark())
     next(passing)  # what is committed is sent with the next request
     assert run.table().snapshot().leased == [(0, 6, 9)]
     worker.stepped()
@@ -126,7 +126,7 @@ def test_what_is_left_of_a_pass_left_early_is_not_lost(run):
     for step, batch in enumerate(hasty.batches(6)):
         seen.update(map(int, batch))
         hasty.stepped()
-        hasty.committed()
+        hasty.committed(hasty.mark())
         if step == 2:
             break  # 18 of 24 samples taken: the third chunk is left in its middle
     passing = hasty.batches(6)
@@ -143,7 +143,7 @@ def test_samples_that_a_loader_had_drawn_ahead_of_a_pass_left_early_are_not_lost
     for step, batch in enumerate(ahead(hasty.batches(4), 3)):
         seen.update(map(int, batch))
         hasty.stepped()
-        hasty.committed()
+        hasty.committed(hasty.mark())
         if step == 7:
             break
     passing = hasty.batches(4)
@@ -214,7 +214,7 @@ def test_what_a_loader_holds_when_the_script_is_ended_is_not_done(run):
     for _ in range(4):  # 60 samples drawn soon, 20 trained on
         next(loader)
         worker.stepped()
-    worker.committed()
+    worker.committed(worker.mark())
     worker.finish(is_early=True)
     left = run.table().snapshot().samples
     assert left >= 40
@@ -230,7 +230,7 @@ def test_pass_that_is_left_with_batches_in_the_loader_gives_them_back(run):
             worker.stepped()
             if number == 0 and step == 5:  # all is drawn by now
                 break
-        worker.committed()
+        worker.committed(worker.mark())
     assert Counter(seen)[min(Counter(seen), key=Counter(seen).get)] >= 3
 
 
@@ -291,7 +291,7 @@ def test_look_at_a_batch_is_no_epoch_and_all_samples_are_trained_on(run, balance
             for batch in worker.batches(4):
                 seen.update(batch.tolist())
                 worker.stepped()
-                worker.committed()
+                worker.committed(worker.mark())
     assert looking.epoch == other.epoch == 2
     assert seen == Counter(dict.fromkeys(range(40), 2))
     assert looking.taken + other.taken == 80, "what was looked at does not count"
@@ -329,7 +329,7 @@ def test_worker_that_comes_again_may_look_at_a_batch_though_its_epoch_is_over(ru
     for _ in range(2):
         list(first)
         first.stepped()
-    first.committed()
+    first.committed(first.mark())
     first.finish(is_early=False)
     looks: list[int] = []
     options = {"is_looked_at": lambda: True, "on_look": lambda: looks.append(1)}

@@ -145,14 +145,14 @@ def test_no_two_messages_have_the_same_tag():
     assert len(set(tags)) == len(tags) == 48
 
 
-def test_the_bytes_of_protocol_version_3_do_not_change():
+def test_the_bytes_of_protocol_version_4_do_not_change():
     assert encode(PullChunk("center-0", 3), 0) == (
-        b"mnpl\x03\x00\x15\x00" + bytes(8) + b"\x95\x0f\xa8center-0\x03\xa7float32\xc2"
+        b"mnpl\x04\x00\x15\x00" + bytes(8) + b"\x95\x0f\xa8center-0\x03\xa7float32\xc2"
     )
     offer = ExchangeRequest("center-0", 3, 7, 2, "elastic", 0.5, 1, "bfloat16", 6, "value")
     assert encode(offer, 12) == (
-        b"mnpl\x03\x00\x31\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
-        b"\x9c\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value\xc2"
+        b"mnpl\x04\x00\x32\x00\x0c\x00\x00\x00\x00\x00\x00\x00"
+        b"\x9d\x10\xa8center-0\x03\x07\x02\xa7elastic\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00\x01\xa8bfloat16\x06\xa5value\xc2\x00"
     )
 
 
@@ -167,12 +167,12 @@ def test_a_wrong_magic_is_named():
 
 
 def test_a_wrong_version_is_named():
-    with pytest.raises(BadFrame, match=r"speaks version 4 of the protocol, this one 3\. Install the same maniple"):
-        decode_head(HEAD.pack(b"mnpl", 4, 0, 10, 0), max_payload_bytes=100)
+    with pytest.raises(BadFrame, match=r"speaks version 5 of the protocol, this one 4\. Install the same maniple"):
+        decode_head(HEAD.pack(b"mnpl", 5, 0, 10, 0), max_payload_bytes=100)
 
 
 def test_a_payload_above_the_limit_is_named():
-    head = HEAD.pack(b"mnpl", 3, 0, 10, 101)
+    head = HEAD.pack(b"mnpl", 4, 0, 10, 101)
     with pytest.raises(BadFrame, match=r"a payload of 101 bytes is announced, where at most 100 may come"):
         decode_head(head, max_payload_bytes=100)
 

@@ -159,7 +159,17 @@ class Contribution(ABC):
         answer, seen = self.answer if codec.is_plain else self.answer_compressed, center.seen[k]
         weights = operation.a, operation.b
         return ExchangeRequest(
-            center.name, k, sequence, item, operation.name, *weights, codec.name, seen, answer, self.with_state
+            center.name,
+            k,
+            sequence,
+            item,
+            operation.name,
+            *weights,
+            codec.name,
+            seen,
+            answer,
+            self.with_state,
+            operation.n,
         )
 
     @abstractmethod

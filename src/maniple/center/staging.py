@@ -38,6 +38,7 @@ import numpy as np
 from maniple.contracts import Array
 from maniple.errors import SharedMemoryFull
 from maniple.memory.shm import map_file, reserve
+from maniple.rules.diloco import outer_step
 from maniple.rules.kernels import kernels
 from maniple.rules.kernels import numpy_kernels as blocks
 
@@ -234,6 +235,22 @@ class StagingFile:
         self._begin(center, intent)
         self._replace_record(center, intent, value)
         self._end(center, intent)
+
+    def commit_outer_step(self, center: "SharedCenter", intent: Intent, *, buffer: int) -> bool:
+        """Make the outer step of asynchronous DiLoCo with the change that lies in reserved memory.
+
+        Its result, chunk and state, is computed beside the center and then replaces both as a record. Afterwards the
+        reserved memory holds the new center. Returns False if non-finite elements were refused.
+        """
+        record = self.reserve(center.layout.record_bytes(intent.chunk))  # it begins with the change
+        new, state = center.layout.split_record(intent.chunk, record)
+        c, *current = center.record(intent.chunk)
+        for copy, part in zip(state.values(), current, strict=True):
+            copy[:] = part
+        refused = outer_step(new, c.copy(), state, lr=intent.a, momentum=intent.b, buffer=buffer)
+        intent.with_state = True
+        self.commit_record(center, intent, record)
+        return refused is None
 
     def commit_at(self, center: "SharedCenter", intent: Intent, positions: Array, values: Array) -> bool:
         """Blend `values` into the elements at `positions`; several values for one element add up.

@@ -26,6 +26,7 @@ from maniple.errors import BadFrame, InvalidArgument, ManipleError, WaitedTooLon
 from maniple.layout import Layout
 from maniple.memory.locks import LockQueue
 from maniple.memory.segment import Segment, file_bytes
+from maniple.rules.diloco import DELAYED_NESTEROV
 from maniple.rules.kernels import numpy_kernels as blocks
 from maniple.wire.codecs import CODECS, Codec
 from maniple.wire.frames import NO_TIMEOUT_S, TIMEOUT_S, Stream
@@ -55,7 +56,7 @@ from maniple.wire.messages import (
 
 T = TypeVar("T")
 _WITHOUT_PAYLOAD = (PullChunk, FindArray, ListArrays, SaveArrays)
-_OPERATIONS = ("elastic", "blend", "compensated", "replace", "swap")
+_OPERATIONS = ("elastic", "blend", "compensated", "nesterov", "replace", "swap")
 _ANSWERS = {"none": blocks.NOTHING, "value": blocks.VALUE, "move": blocks.MOVE}
 _MAX_SEQUENCE = 1 << 38  # with the 24 bits of an item it fits into an int64
 _MAX_TABLE_BYTES = 16 << 20
@@ -159,6 +160,8 @@ class CenterService:
             return
         _check_size(size, codec.size_bytes(array.size, array.itemsize))
         _check_operation(array, message.operation, message.a, message.b)
+        if message.operation == "nesterov" and (center.layout.state != DELAYED_NESTEROV or message.n < 2):
+            raise BadFrame("an outer step came for a center without its state, or with a buffer below 2.")
         self._finish_pending()
         with self._session:
             value = _receive_value(self._stream, self._staging, codec, array)
@@ -179,7 +182,12 @@ class CenterService:
                 if not are_finite:
                     value[:] = finite_parts(center.layout.chunks[k], value, array)
                 intent = Intent(center.name, k, operation, message.a, b, applied, array.size)
-                is_clean = self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer]) and are_finite
+                if operation == "nesterov":
+                    is_clean = self._staging.commit_outer_step(center, intent, buffer=message.n)
+                else:
+                    is_clean = (
+                        self._staging.commit(center, intent, value, answer=_ANSWERS[message.answer]) and are_finite
+                    )
             reply = ExchangeReply(
                 message.item, center.version(k), staleness, self._segment.live, is_clean, is_torn, is_done
             )
@@ -574,8 +582,8 @@ def _check_operation(array: Array, operation: str, a: float, b: float) -> None:
     for weight in (a, b):
         if not math.isfinite(weight) or (is_integer and not (isinstance(weight, int) and abs(weight) < 1 << 63)):
             raise BadFrame(f"{weight} cannot be a weight for {array.dtype} values.")
-    if operation == "elastic" and array.dtype.kind != "f":
-        raise BadFrame(f"{array.dtype} values cannot move elastically.")
+    if operation in {"elastic", "nesterov"} and array.dtype.kind != "f":
+        raise BadFrame(f"{array.dtype} values cannot be combined by {operation!r}.")
 
 
 def _checked_count(count: int, array: Array) -> int:

@@ -32,6 +32,7 @@ class Barrier:
         is_in: this worker has joined, and not left.
         waited_s: the time spent waiting for others.
         long_wait: reports waits that take unusually long.
+        may_spin: a wait may begin by looking again and again, since this worker has nothing else to do.
     """
 
     def __init__(self, path: Path, rank: int, deadline_s: float) -> None:
@@ -40,6 +41,7 @@ class Barrier:
         self.is_in = False
         self.waited_s = 0.0
         self.long_wait = LongWait()
+        self.may_spin = True
         self._name, self._deadline_s = path.name, deadline_s
         self._is_torn = False  # it gave up in the middle of a round
 
@@ -109,6 +111,8 @@ class Barrier:
         begin = checked = now = time.perf_counter()
         deadline = Deadline(self._deadline_s)
         spin_s = _SPIN_S if self.table.header["height"] <= _CORES else AWAKE_S
+        if not self.may_spin:
+            spin_s = 0.0
         while True:
             futex.wait(count, _NAP_S, awake_s=begin + spin_s - now)
             count = futex.count

@@ -74,6 +74,10 @@ class CollectiveGroup(ABC):
         """Reserve memory for calls with arrays of up to `size` bytes, where that is needed."""
         del size
 
+    def set_background(self, in_background: bool) -> None:
+        """Say whether a thread beside the training thread makes the calls."""
+        del in_background
+
     def one_call(self) -> AbstractContextManager[None]:
         """Admit no newcomers between the calls in this block; fixed members admit none at any time."""
         return nullcontext()

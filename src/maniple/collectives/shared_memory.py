@@ -69,6 +69,10 @@ class SharedMemoryCollectives(CollectiveGroup):
             self.membership.join()
         return self.membership.members
 
+    def set_background(self, in_background: bool) -> None:
+        """Say whether a thread beside the training thread makes the calls."""
+        self.membership.may_spin = not in_background
+
     def report_long_waits(self, on_report: OnLongWait) -> None:
         """Report waits for other workers that take unusually long."""
         self.membership.long_wait.on_report = on_report

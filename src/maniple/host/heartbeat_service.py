@@ -22,6 +22,7 @@ from maniple.controller import WorkerProcess
 from maniple.environment import Environment
 from maniple.errors import BadFrame, InvalidArgument
 from maniple.host.controller_requests import ControllerRequests, check_counts
+from maniple.host.worker_speeds import WorkerSpeeds
 from maniple.memory.segment import DEAD, LEFT, LIVE, MAX_WORKERS, NEVER, Segment
 from maniple.monitor.row_reader import bad_progress
 from maniple.record import Events, RunFolder
@@ -66,6 +67,7 @@ class HeartbeatService:
         assert environment.run is not None
         self._environment, self._folder = environment, RunFolder(environment.run)
         self._workers, self._requests, self._sessions, self._is_over = workers, requests, sessions, is_over
+        self._speeds = WorkerSpeeds()
         self._written: dict[str, int] = {}  # by worker: number of the newest heartbeat whose rows are written
         self._writing = threading.Lock()
 
@@ -106,9 +108,11 @@ class HeartbeatService:
         if self._is_over():
             stream.send(Refusal("RunOver", "the run has ended"))
             return False
+        self._speeds.count(who, heartbeat.steps, clock.monotonic(), is_last=heartbeat.is_last)
         live = self._workers.live
         interval_s = heartbeat_interval_s(self._requests.next_check_s, live)
-        stream.send(HeartbeatReply(live, interval_s, stop_reason, self._requests.changes, is_full))
+        changes, speed = self._requests.changes, self._speeds.relative(who)
+        stream.send(HeartbeatReply(live, interval_s, stop_reason, changes, is_full, speed))
         return not heartbeat.is_last
 
     def _write_rows(self, worker: str, number: int, rows: bytes, writer: "RowWriter") -> bool:

@@ -30,6 +30,7 @@ class HostUpdates:
         is_over: the host has ended the run.
         stop: why the controller wants this worker to stop; empty while it may continue.
         changes: settings changed by `maniple change`. A new object replaces it with each change.
+        relative_speed: this worker's speed, divided by that of the fast workers of the run; at most 1.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class HostUpdates:
         self.is_over = False
         self.stop = ""
         self.changes = Changes()
+        self.relative_speed = 1.0
 
     def absence(self) -> HostAway | None:
         """The error to end with once the host has been unreachable for longer than its deadline."""

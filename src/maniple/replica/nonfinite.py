@@ -50,16 +50,18 @@ class Contributions:
 
     Attributes:
         in_a_row: consecutive contributions that were not finite, by rank.
+        layout: of the vectors of a round; messages name its entries.
     """
 
     def __init__(self, rule: Rule, layout: Layout, *, rank: int, events: Events) -> None:
         self.in_a_row: dict[int, int] = {}
-        self._rule, self._layout, self._rank, self._events = rule, layout, rank, events
+        self.layout = layout
+        self._rule, self._rank, self._events = rule, rank, events
 
     def checked_weight(self, weight: float, flat: Mapping[str, Any]) -> float:
         """The weight to send with these flat vectors: `weight`, or a code for the first entry that is not finite."""
         for dtype, vector in flat.items() if weight > 0 else ():
-            if (entry := nonfinite_entry(self._layout, flat, (dtype, 0, len(vector)))) is not None:
+            if (entry := nonfinite_entry(self.layout, flat, (dtype, 0, len(vector)))) is not None:
                 return nonfinite_weight(entry)
         return weight
 
@@ -71,9 +73,9 @@ class Contributions:
         self.in_a_row = {rank: self.in_a_row.get(rank, 0) + 1 for rank in made.nonfinite}
         is_skipping, most = self._rule.nonfinite == "skip", max(self.in_a_row.values())
         ranks, entry = sorted(made.nonfinite), made.nonfinite[min(made.nonfinite)]
-        what = f"{'the gradient of ' * self._rule.averages_gradients}{self._layout.entries[entry].name!r}"
+        what = f"{'the gradient of ' * self._rule.averages_gradients}{self.layout.entries[entry].name!r}"
         if self._rank in made.nonfinite:
-            name = self._layout.entries[made.nonfinite[self._rank]].name
+            name = self.layout.entries[made.nonfinite[self._rank]].name
             self._events.write("nonfinite", step=step, parameter=name, in_a_row=self.in_a_row[self._rank])
         if is_skipping and most < _LIMIT:
             if self._rank in made.nonfinite:

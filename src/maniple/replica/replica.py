@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maniple.adapters import Adapter
 from maniple.center.snapshot import write_tensors
@@ -24,10 +24,12 @@ from maniple.layout import Layout
 from maniple.pace import Pace
 from maniple.record import Events
 from maniple.replica.context import TrainingContext
+from maniple.replica.samples import SamplesMark
 from maniple.replica.sharing import Sharing
 from maniple.rules import Rule
 
 _UNUSUAL = ("refused", "torn", "locked")  # fields of rows that are always of interest
+_OPTIONAL = ("wire_bytes", *_UNUSUAL)  # fields that only some rows have
 _EVERY_S = 0.5  # frequent enough for a live view, and a row costs about 50 us
 _HOUR_S, _LATER_S = 3600.0, 2.0  # after an hour only every 2 s: long runs are viewed at a coarser scale
 _FULL_ROWS, _LATER_ROWS_S = 1000, 1.0  # rows of single exchanges: the first 1000 of each kind, then one per second
@@ -133,13 +135,19 @@ class Replica:
             if self.is_primary:
                 context.samples.step()
 
-    def count_exchange(self, cost_s: float, size_bytes: int) -> None:
-        """Count an exchange that has shared all steps so far."""
+    def mark(self) -> "TrainingMark":
+        """How far training is now. An exchange that is sent now shares what was learned until this mark."""
+        samples = self._context.samples
+        return TrainingMark(self.steps, samples.mark() if self.is_primary and samples.trained else None)
+
+    def count_exchange(self, cost_s: float, size_bytes: int, mark: "TrainingMark | None" = None) -> None:
+        """Count an exchange that has shared all steps so far, or those until `mark`. `cost_s` held up training."""
+        mark = self.mark() if mark is None else mark
         self.spent_s += cost_s
         self.pace.exchanged(cost_s, size_bytes)
-        self.steps_since_exchange = 0
-        if self.is_primary and self._context.samples.trained:
-            self._context.samples.exchange()
+        self.steps_since_exchange = self.steps - mark.steps
+        if mark.samples is not None:
+            self._context.samples.exchange(mark.samples)
 
     def exchange(self) -> None:
         """Exchange now: apply the rule to the replica and the center, or meet all other workers."""
@@ -211,25 +219,23 @@ class Replica:
         try:
             outcome = act(*args)
         except HostAway:
-            cost_s = clock.monotonic() - begin
-            self._rows.write(
-                "broken", operation=event, step=self.steps, start=start, end=start + cost_s, duration=cost_s
-            )
+            self.write_exchange("broken", start, clock.monotonic() - begin, operation=event)
             raise
         finally:
             self.is_exchanging = False
         cost_s = clock.monotonic() - begin
-        row: dict[str, Any] = {"bytes": outcome.size_bytes, "staleness": outcome.staleness}
-        if outcome.wire_bytes:
-            row["wire_bytes"] = outcome.wire_bytes
-        if outcome.refused:
-            row["refused"] = outcome.refused
-        if outcome.torn:
-            row["torn"] = outcome.torn
-        if outcome.locked:
-            row["locked"] = outcome.locked
-        self._rows.write(event, step=self.steps, start=start, end=start + cost_s, duration=cost_s, **row)
+        self.write_exchange(event, start, cost_s, outcome)
         return outcome, cost_s
+
+    def write_exchange(
+        self, event: str, start: float, duration_s: float, outcome: Outcome | None = None, **values: Any
+    ) -> None:
+        """Write a row about an operation on the center that began at the time `start`."""
+        row = dict(values)
+        if outcome is not None:
+            row |= {"bytes": outcome.size_bytes, "staleness": outcome.staleness}
+            row |= {name: value for name in _OPTIONAL if (value := getattr(outcome, name))}
+        self._rows.write(event, step=self.steps, start=start, end=start + duration_s, duration=duration_s, **row)
 
     def refuse_inside_center(self, what: str) -> None:
         """Raise InvalidArgument inside of `with replica.center():`."""
@@ -238,6 +244,13 @@ class Replica:
                 f"{what} inside `with replica.center():`, where the model holds the shared parameters and changes are "
                 "discarded at the end. Train outside of that block; it is for reading."
             )
+
+
+class TrainingMark(NamedTuple):
+    """How far a worker's training was at one time."""
+
+    steps: int
+    samples: SamplesMark | None  # None if no samples are counted for this replica
 
 
 def totals(replica: Replica) -> dict[str, float]:
@@ -292,6 +305,7 @@ class Progress:
 
     Attributes:
         exchanges: the exchanges with the center so far.
+        hidden_s: the time that exchanges and rounds took in the background while training continued.
     """
 
     def __init__(self, events: Events) -> None:
@@ -299,6 +313,7 @@ class Progress:
         self.next_row = self.start  # the first row is written at the first step, where training time begins
         self._events = events
         self.exchanges = self._rounds = self._bytes = 0
+        self.hidden_s = 0.0
         self._reset()
 
     def exchange(self, outcome: Outcome) -> None:
@@ -327,6 +342,8 @@ class Progress:
             row["together"] = self._together
         if replica.between.is_measured:
             row["measures_data"] = True
+        if self.hidden_s:
+            row["hidden"] = self.hidden_s
         self._reset()
         self._events.write(
             "progress",

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -24,6 +24,13 @@ OpenLender = Callable[[int, LeaseTerms], Lender]
 
 _LOOK_TIMEOUT_S = 5.0  # the question is only about a warning-free first pass; a host that is away must not delay it
 _WRITE_EVERY_S = 0.2  # a worker's own position costs a small file; repeating 0.2 s of steps after a resume is cheap
+
+
+class SamplesMark(NamedTuple):
+    """How far training was in all samplers at one time."""
+
+    trained: list[int]  # the samples trained on, by sampler
+    positions: dict[int, tuple[int, int]]  # of the fixed shares
 
 
 class Samples:
@@ -142,15 +149,16 @@ class Samples:
         for sampler in self.trained:
             sampler.stepped()
 
-    def exchange(self) -> None:
-        """Count what was learned so far as shared: the center, or all workers, have it."""
-        for sampler in self.trained:
-            sampler.committed()
-        self._note_positions()
+    def mark(self) -> "SamplesMark":
+        """How far training is now, to be given to `exchange` once that is shared."""
+        marks = [sampler.mark() for sampler in self.trained]
+        return SamplesMark(marks, {number: shard.position for number, shard in self.shards.items()})
 
-    def _note_positions(self) -> None:
-        for number, shard in self.shards.items():
-            self._exchanged[number] = shard.position
+    def exchange(self, mark: "SamplesMark") -> None:
+        """Count what was learned until `mark` as shared: the center, or all workers, have it."""
+        for sampler, trained in zip(self.trained, mark.trained, strict=False):  # some may be newer than the mark
+            sampler.committed(trained)
+        self._exchanged |= mark.positions
 
     def begin_loop(self, epochs: int) -> int:
         """Begin a loop over `epochs` epochs; gives the first that has samples left, to which all samplers advance."""
@@ -171,7 +179,7 @@ class Samples:
         for sampler in self.trained:
             sampler.passed()
         if is_shared:
-            self._note_positions()
+            self._exchanged |= self.mark().positions
 
     def write_position(self, replica: "Replica", *, is_common: bool, is_last: bool = False) -> None:
         """Write down where training continues from the center, which has all that was learned so far.

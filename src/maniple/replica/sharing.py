@@ -2,6 +2,7 @@
 
     Sharing                  alone: every call is a no-op
     with_center              each worker exchanges with the center when its pace says so
+    warm_up                  the same, after synchronous rounds
     synchronous_gradients    all workers average their gradients before each step, by collectives
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
 
@@ -37,6 +38,7 @@ class Sharing:
         members: the ranks in the last round, if all of them agree on it.
         waited_s: the time spent waiting for other workers.
         is_keeper: this worker saves the optimizer state: its own, or the one that all workers have.
+        copies_center_state: each worker has a copy of what the rule keeps at the center.
     """
 
     replica: "Replica"
@@ -44,6 +46,7 @@ class Sharing:
     members: tuple[int, ...] | None = None
     waited_s: float = 0.0
     is_keeper: bool = True
+    copies_center_state: bool = False
 
     def __init__(self, center: Center | None = None) -> None:
         self._center = center
@@ -60,11 +63,21 @@ class Sharing:
     def _attach_shared(self) -> None:
         """The model is shared with others: keep the rule's state, and refuse another library's averaging."""
         names = self._rule.worker_state
-        if self._rule.is_synchronous:  # all workers have a copy of the center's state too
-            names = StateNames(names.vectors + self._rule.center_vectors, names.scalars)
+        if self.copies_center_state:
+            center = self._rule.center_state
+            names = StateNames(names.vectors + center.vectors, names.scalars + center.scalars)
         if any(names):
             self._state = RuleState.zeros(self._layout, names)
         self._unhook.append(self._model.refuse_wrapping())
+
+    def hand_over(self, after: "Sharing") -> None:
+        """Let another way of sharing take over the replica from here on."""
+        while self._unhook:
+            self._unhook.pop()()
+        self.replica.sharing = after
+        after.rounds, after.waited_s = self.rounds, self.waited_s
+        after.attach(self.replica, self._model, self._context)
+        after.begin()
 
     def begin(self) -> None:
         """Start from the shared parameters."""
@@ -146,7 +159,7 @@ class Sharing:
     @property
     def _center_copy(self) -> list[State] | None:
         """The worker's copy of the rule's state at the center, which synchronous rules have."""
-        is_copied = self._rule.is_synchronous and self._rule.center_vectors
+        is_copied = self.copies_center_state and any(self._rule.center_state)
         return self._state.chunks if self._state is not None and is_copied else None
 
     def _remember(self, k: int, value: Array) -> None:
@@ -179,9 +192,14 @@ def sharing_for(
     rule: Rule, center: Center | None, *, pace: Pace, wire: str, is_alone: bool, open_collectives: OpenCollectives
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
-    if is_alone or (center is None and not rule.is_synchronous):
+    if (is_alone and not rule.acts_alone) or (center is None and not (rule.is_synchronous or is_alone)):
         return Sharing()
     if center is not None and not rule.is_synchronous:
+        if rule.warm and not is_alone:
+            from maniple.replica.warm_up import WarmUp
+
+            check_rule_and_pace(rule, pace)
+            return WarmUp(center, open_collectives, wire=wire)
         from maniple.replica.with_center import WithCenter
 
         return WithCenter(center)
@@ -203,7 +221,12 @@ def check_rule_and_pace(rule: Rule, pace: Pace) -> None:
             f"{rule!r} averages gradients at each step, but the pace is {pace!r}. Leave the pace out, or average "
             'parameters: BSP(average="parameters", every=k).'
         )
-    if rule.is_synchronous and not isinstance(pace, Every):
+    if rule.is_synchronous and rule.fragments > 1 and isinstance(pace, Every) and pace.n < rule.fragments:
+        raise Conflict(
+            f"{rule!r} exchanges one fragment after the other, but {pace!r} leaves no step of its own for each. Use "
+            f"--every {rule.fragments} or more, or fewer fragments."
+        )
+    if (rule.is_synchronous or rule.warm) and not isinstance(pace, Every):
         raise Conflict(f"{rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k).")
 
 

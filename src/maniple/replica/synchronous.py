@@ -37,6 +37,8 @@ _PUBLISH_SHARE = 0.003  # of the time for copying the replica to the center: all
 class Synchronous(Sharing):
     """Rounds of all workers, and a center that follows them."""
 
+    copies_center_state = True
+
     def __init__(self, center: Center | None, collectives: Collectives, *, wire: str) -> None:
         super().__init__(center)
         self._collectives, self._elastic, self._wire = collectives, collectives.elastic, wire

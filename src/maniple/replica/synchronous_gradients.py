@@ -142,7 +142,7 @@ class SynchronousGradients(Synchronous):
         replica.count_step()
         replica.steps_since_exchange = 0
         if replica.is_primary and self._context.samples.trained:
-            self._context.samples.exchange()
+            self._context.samples.exchange(self._context.samples.mark())
         if self._is_first and self._publish_pace.due(1, clock.monotonic() - replica.start):
             self.publish()
 

@@ -1,6 +1,12 @@
-"""Sharing through a center: each worker exchanges with it at its own pace and waits for no other worker."""
+"""Sharing through a center: each worker exchanges with it at its own pace and waits for no other worker.
+
+With `overlap`, exchanges run in the background (`in_background`). One is in flight at a time: while it is, none that
+comes due begins, and its result is applied between two steps. Whatever needs the center, such as `pull()` and the end
+of training, first waits for it.
+"""
 
 import functools
+import math
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,17 +14,21 @@ from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
 from maniple.clock import Deadline, clock
-from maniple.contracts import Array, Center, ExchangeInfo
+from maniple.contracts import Array, Center, ExchangeInfo, Outcome, State
 from maniple.errors import HostAway
 from maniple.pace import Every
 from maniple.replica.context import TrainingContext
+from maniple.replica.in_background import BackgroundCall, ReplicaCopy
 from maniple.replica.sharing import Sharing
+from maniple.rules import Rule
 
 if TYPE_CHECKING:
-    from maniple.replica.replica import Replica
+    from maniple.replica.replica import Replica, TrainingMark
 
 _RESIDENT_BYTES = 32 << 20  # of the center that `center()` keeps mapped in: a large model must fit in memory only once
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, for any number of workers
+_MIN_SPEED = 0.01  # of the fast workers: the measurement of a worker that pauses falls to 0
+_RESEND_S = 0.25  # after a failed exchange in the background: each try copies the replica
 _RETRY_S = 0.1  # between two tries of the last exchange with a host that is away
 _MEASURED = (10, 60)  # the first and the last exchange between which the cost is measured: the first ones load kernels
 _MAX_SHARE = 0.2  # of the time; beyond it, exchanges at every step cost more than they gain
@@ -35,8 +45,12 @@ class WithCenter(Sharing):
     _center: Center
     _away_since: float | None = None  # while exchanges fail
     _is_announced = False
+    _next_send = 0.0  # when an exchange may be sent again, after one that has failed
+    _sending_s = 0.0  # that the exchange in flight has held up training
     _has_warned = False  # about parameters whose lock cannot be taken
     _measured_from = (0.0, 0.0)  # the time, and the seconds spent in exchanges until then
+    _flight: BackgroundCall[Outcome] | None = None
+    _copy: ReplicaCopy | None = None  # allocated with the first exchange in the background
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
@@ -47,41 +61,103 @@ class WithCenter(Sharing):
         self._pull_center()
 
     def step(self) -> None:
-        replica = self.replica
+        replica, flight = self.replica, self._flight
         replica.count_step()
-        if replica.pace.due(replica.steps_since_exchange, clock.monotonic() - replica.start):
-            self._exchange()
+        if flight is not None and flight.is_done:
+            self._land()
+        now, steps = clock.monotonic(), replica.steps_since_exchange
+        if self._rule.dynamic:  # the same time as the fast workers, in fewer steps
+            steps = int(steps / max(_MIN_SPEED, self._context.host.relative_speed))
+        if replica.pace.due(steps, now - replica.start) and self._flight is None:
+            if not self._rule.overlap:
+                self._exchange()
+            elif now >= self._next_send:
+                self._send()
 
     def exchange(self) -> None:
         self.replica.refuse_inside_center("exchange() was called")
+        self._land()
         self._exchange()
         self._context.exit_if_signalled()
 
     def _exchange(self, *, is_last: bool = False) -> None:
         if self._is_finished or self._context.host.is_over:
             return
-        replica, samples, begin = self.replica, self._context.samples, clock.monotonic()
-        info = ExchangeInfo(step=replica.steps, live=max(1, self._center.live), is_last=is_last)
-        state = None if self._state is None else self._state.chunks
+        begin, act = clock.monotonic(), functools.partial(self._center.exchange, self._model, *self._exchanged(is_last))
         try:
-            outcome, cost_s = replica.timed("exchange", self._center.exchange, self._model, self._rule, state, info)
+            outcome, cost_s = self.replica.timed("exchange", act)
         except HostAway as error:
-            cost_s = clock.monotonic() - begin
-            replica.spent_s += cost_s
-            # Workers retry at different times, so that they do not all reach a returning host at once.
-            replica.pace.failed(cost_s, self._context.environment.rank * _GOLDEN % 1)
-            self._away_since = begin if self._away_since is None else self._away_since
-            if not self._is_announced and clock.monotonic() - self._away_since > _UNANNOUNCED_S:
-                self._is_announced = True
-                self._context.events.write("away", reason=str(error))
-                warnings.warn(f"{error}. Training continues; exchanges are tried again", stacklevel=4)
-            self._context.check_host(replica)
+            self._note_absence(error, begin, clock.monotonic() - begin)
             return
+        self._note_exchange(outcome, cost_s)
+
+    def _exchanged(self, is_last: bool = False) -> tuple[Rule, list[State] | None, ExchangeInfo]:
+        """What the center needs for an exchange, beside the values."""
+        info = ExchangeInfo(step=self.replica.steps, live=max(1, self._center.live), is_last=is_last)
+        return self._rule, None if self._state is None else self._state.chunks, info
+
+    def _send(self) -> None:
+        """Begin an exchange in the background."""
+        if self._is_finished or self._context.host.is_over:
+            return
+        replica, begin = self.replica, clock.monotonic()
+        replica.is_exchanging = True
+        copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
+        copy.take()
+        act = functools.partial(self._center.exchange, copy, *self._exchanged())
+        self._flight = BackgroundCall(act, replica.mark())
+        self._sending_s = clock.monotonic() - begin
+        replica.is_exchanging = False
+
+    def _land(self, timeout_s: float = math.inf) -> None:
+        """Wait for the exchange in flight, if there is one, and apply its result."""
+        if (flight := self._flight) is None:
+            return
+        assert self._copy is not None
+        replica, begin, away, outcome = self.replica, clock.monotonic(), None, Outcome()
+        replica.is_exchanging = True
+        try:
+            outcome = flight.result(timeout_s, "an exchange in the background")
+        except HostAway as error:  # parts of it may have been applied
+            away, self._next_send = error, clock.monotonic() + _RESEND_S
+        finally:
+            waited_s = clock.monotonic() - begin
+            self._flight = None
+            if flight.is_done:
+                self._copy.bring_back()
+            replica.is_exchanging = False
+        hidden_s = max(0.0, flight.duration_s - waited_s)
+        replica.progress.hidden_s += hidden_s
+        cost_s = self._sending_s + clock.monotonic() - begin
+        if away is not None:
+            replica.write_exchange("broken", flight.start, flight.duration_s, operation="exchange")
+            self._note_absence(away, flight.begin, cost_s)
+            return
+        delay = replica.steps - flight.mark.steps
+        replica.write_exchange("exchange", flight.start, flight.duration_s, outcome, hidden=hidden_s, delay=delay)
+        self._note_exchange(outcome, cost_s, flight.mark)
+
+    def _note_absence(self, error: HostAway, begin: float, cost_s: float) -> None:
+        """Count an exchange that has failed since the host is away."""
+        replica = self.replica
+        replica.spent_s += cost_s
+        # Workers retry at different times, so that they do not all reach a returning host at once.
+        replica.pace.failed(cost_s, self._context.environment.rank * _GOLDEN % 1)
+        self._away_since = begin if self._away_since is None else self._away_since
+        if not self._is_announced and clock.monotonic() - self._away_since > _UNANNOUNCED_S:
+            self._is_announced = True
+            self._context.events.write("away", reason=str(error))
+            warnings.warn(f"{error}. Training continues; exchanges are tried again", stacklevel=4)
+        self._context.check_host(replica)
+
+    def _note_exchange(self, outcome: Outcome, cost_s: float, mark: "TrainingMark | None" = None) -> None:
+        """Count an exchange that was made, with what was learned until `mark`; report what was left out of it."""
+        replica, samples = self.replica, self._context.samples
         self._away_since, self._is_announced = None, False
         replica.progress.exchange(outcome)
-        replica.count_exchange(cost_s, outcome.size_bytes)
+        replica.count_exchange(cost_s, outcome.size_bytes, mark)
         if replica.progress.exchanges in _MEASURED:
-            self._measure_cost(info.live)
+            self._measure_cost(max(1, self._center.live))
         if replica.is_primary and samples.shards:
             samples.write_position(replica, is_common=False)
         if outcome.refused or self._refusals.in_a_row:
@@ -114,11 +190,13 @@ class WithCenter(Sharing):
 
     def pull(self) -> None:
         if not self._is_finished:
+            self._land()
             self._pull_center()
 
     def push(self) -> None:
         if self._is_finished:
             return
+        self._land()
         with self._context.requiring_host(self.replica):
             self.replica.timed("push", self._center.push, self._model, self._remember)
         self._context.exit_if_signalled()
@@ -128,6 +206,7 @@ class WithCenter(Sharing):
         if self._is_finished:
             yield
             return
+        self._land()
         replica, center, unreleased = self.replica, self._center, 0
 
         def release(_: int, value: Array) -> None:
@@ -151,11 +230,13 @@ class WithCenter(Sharing):
 
     def publish(self) -> None:
         """Exchange, unless the center has all of this worker's steps."""
+        self._land()
         if self.replica.steps_since_exchange:
             self.exchange()
 
     def _finish(self, timeout_s: float) -> None:
         """Make the last exchange, waiting for a host that is away."""
+        self._land(timeout_s)
         if self.replica.steps_since_exchange and not self.replica.is_center:
             self._exchange(is_last=True)
             deadline = Deadline(timeout_s)

@@ -7,6 +7,7 @@ import re
 from maniple.errors import InvalidArgument
 from maniple.rules.asgd import ASGD
 from maniple.rules.bsp import BSP, LocalSGD, MSync
+from maniple.rules.diloco import DiLoCo
 from maniple.rules.downpour import Downpour
 from maniple.rules.easgd import EASGD
 from maniple.rules.kernels import warm_up, warm_up_in_background
@@ -17,6 +18,7 @@ __all__ = [
     "BSP",
     "EASGD",
     "RULES",
+    "DiLoCo",
     "Downpour",
     "LocalSGD",
     "MSync",
@@ -36,6 +38,7 @@ RULES: dict[str, type[Rule]] = {
     "bsp": BSP,
     "localsgd": LocalSGD,
     "msync": MSync,
+    "diloco": DiLoCo,
 }
 
 

@@ -3,6 +3,7 @@
 from maniple.contracts import Array, ExchangeInfo, State
 from maniple.errors import InvalidArgument
 from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
+from maniple.rules.streaming import Streaming, checked_count
 
 AVERAGES = ("gradients", "parameters")
 MOMENTA = ("keep", "average", "reset")
@@ -57,10 +58,10 @@ class BSP(CenterMemory):
         self.averages_gradients = average == "gradients"
         if not self.averages_gradients:
             self.worker_vectors = ("center",)  # the last mean of the parameters
-        self.momentum = one_of("momentum", momentum, MOMENTA)
+        self.momentum = self.moments = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
-        self.every = _whole("every", every, 1)
-        self.check_every = _whole("check_every", check_every, 0)
+        self.every = checked_count(type(self).__name__, "every", every, 1)
+        self.check_every = checked_count(type(self).__name__, "check_every", check_every, 0)
         self.overlap = checked_flag("BSP", "overlap", overlap)
         self.nonfinite = checked_nonfinite("BSP", nonfinite)
         if overlap and nonfinite == "skip":
@@ -92,7 +93,7 @@ class BSP(CenterMemory):
             self.remember(total, state)
 
 
-class LocalSGD(BSP):
+class LocalSGD(Streaming, BSP):
     """Each worker trains by itself for k steps, then all take the mean of their parameters.
 
         x = sum_i x_i / p    after every k steps
@@ -101,6 +102,7 @@ class LocalSGD(BSP):
 
     Args:
         k: steps between two means.
+        fragments, delay, overlap, alpha: see `Streaming`.
         momentum, norm, check_every, nonfinite: as in BSP.
     """
 
@@ -108,6 +110,10 @@ class LocalSGD(BSP):
         self,
         k: int = 10,
         *,
+        fragments: int = 1,
+        delay: int | None = None,
+        overlap: bool = False,
+        alpha: float | None = None,
         momentum: str = "keep",
         norm: str = "averaged",
         check_every: int = 100,
@@ -117,6 +123,12 @@ class LocalSGD(BSP):
             "parameters", every=k, momentum=momentum, norm=norm, check_every=check_every, nonfinite=nonfinite
         )
         self.k = self.every
+        self._stream(fragments, delay, alpha, overlap=overlap)
+        if momentum != "keep" and (overlap or delay or fragments > 1):
+            raise InvalidArgument(
+                f"momentum={momentum!r} changes the optimizer's state in the same instant as the parameters, which "
+                "rounds in fragments or in the background do not have. Leave one of them out."
+            )
 
 
 class MSync(BSP):
@@ -138,10 +150,4 @@ class MSync(BSP):
 
     def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000, nonfinite: str = "stop") -> None:
         super().__init__(norm=norm, check_every=check_every, nonfinite=nonfinite)
-        self.m = self.quorum = _whole("m", m, 0)
-
-
-def _whole(name: str, value: float, least: int) -> int:
-    if isinstance(value, bool) or value != int(value) or value < least:
-        raise InvalidArgument(f"{name}={value!r} is no whole number of {least} or more. Write {name}={max(1, least)}.")
-    return int(value)
+        self.m = self.quorum = checked_count(type(self).__name__, "m", m, 0)

@@ -16,18 +16,22 @@ class Downpour(CenterMemory):
     distributed deep networks, 2012; Zhang et al. (arXiv:1511.05950) for the division by staleness.
 
     With `sync=True` all workers meet at once: `c += sum_i (x_i - c); x_i = c`. Then `nonfinite` says what
-    happens when a worker's contribution is not finite: as in BSP.
+    happens when a worker's contribution is not finite: as in BSP. With `overlap`, exchanges run in the background while
+    training continues: `x = c + (x - s)`, where `s` was sent.
     """
 
     every = 1
     worker_vectors = ("center",)
     op = "sum"
 
-    def __init__(self, *, compensate: bool = False, sync: bool = False, nonfinite: str = "stop") -> None:
+    def __init__(
+        self, *, compensate: bool = False, sync: bool = False, nonfinite: str = "stop", overlap: bool = False
+    ) -> None:
         self.compensate = checked_flag("Downpour", "compensate", compensate)
         self.sync = checked_flag("Downpour", "sync", sync)
         if self.sync:
             self.is_synchronous = True
+        self.overlap = checked_flag("Downpour", "overlap", overlap)
         self.nonfinite = checked_nonfinite("Downpour", nonfinite, is_sync=sync)
 
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:

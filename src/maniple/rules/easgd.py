@@ -28,6 +28,7 @@ class EASGD(CenterMemory):
             x_i -= alpha_w (x_i - c);    c += alpha_c sum_i (x_i - c)
 
         nonfinite: with `sync`, what happens when a worker's contribution is not finite: as in BSP.
+        overlap: exchange in the background while training continues; d is then subtracted when the answer is there.
     """
 
     op = "sum"
@@ -39,12 +40,14 @@ class EASGD(CenterMemory):
         center_alpha: float | None = None,
         sync: bool = False,
         nonfinite: str = "stop",
+        overlap: bool = False,
     ) -> None:
         self.alpha = alpha
         self.center_alpha = center_alpha
         self.sync = checked_flag("EASGD", "sync", sync)
         if self.sync:  # else the class decides: a subclass may keep state of its own
             self.is_synchronous, self.worker_vectors = True, ("center",)
+        self.overlap = checked_flag("EASGD", "overlap", overlap)
         self.nonfinite = checked_nonfinite("EASGD", nonfinite, is_sync=sync)
 
     @property

@@ -53,10 +53,17 @@ class Rule:
     op: ClassVar[str] = "mean"  # the reduction of the workers' contributions
     quorum: int = 0  # how many workers are waited for in a round; 0: all
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
-    momentum: str = "keep"  # what becomes of the optimizer's moments when values are averaged
+    moments: str = "keep"  # what becomes of the optimizer's moments when values are averaged
     check_every: int = 0  # exchanges between two comparisons of all replicas; 0: none
     nonfinite: str = "stop"  # a contribution that is not finite: "stop" the run, or "skip" it
-    overlap: bool = False  # send gradients during the backward pass, if the collectives work in the background
+    overlap: bool = False  # exchange in the background while training continues; gradients during the backward pass
+    fragments: int = 1  # parts of the model that are exchanged one after the other, for a synchronous rule
+    delay: int | None = None  # the steps after which the result of a round in the background is applied
+    own_share: float | None = None  # the weight of the worker's own value then; None: all of its steps are kept
+    warm: int = 0  # synchronous rounds before a rule with a center is applied
+    dynamic: bool = False  # slower workers make fewer steps between two exchanges with the center
+    acts_alone: bool = False  # its synchronous form also changes the training of a single worker
+    shares_buffers: bool = True  # running statistics are exchanged as parameters are
 
     @property
     def worker_state(self) -> StateNames:
@@ -90,6 +97,10 @@ class Rule:
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Change the replica `x` and `state` by the reduction of all contributions."""
         raise NotImplementedError(f"{type(self).__name__} is not synchronous")
+
+    def accept_buffer(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
+        """Do the same for the running statistics of a normalisation layer."""
+        self.accept(x, total, state, moment)
 
     def shared(self, x: Array, state: State) -> Array:
         """What the center shows, for a synchronous rule."""

@@ -179,8 +179,12 @@ class SampleOrder:
         if not self._pass.is_shown:
             self._lead.stepped(self.taken)
 
-    def committed(self) -> None:
-        """The center has everything learned so far."""
+    def mark(self) -> int:
+        """How many samples have been trained on, to be given to `committed` once the center has learned from them."""
+        return 0
+
+    def committed(self, mark: int) -> None:
+        """The center has everything that was learned until `mark`."""
 
     def passed(self) -> None:
         """The loop has finished a pass and trained on all of it."""
@@ -372,8 +376,11 @@ class Sampler(SampleOrder):
         self._is_rewound |= has_rewound
         return has_rewound
 
-    def committed(self) -> None:
-        self._committed = self._lead.trained
+    def mark(self) -> int:
+        return self._lead.trained
+
+    def committed(self, mark: int) -> None:
+        self._committed = max(self._committed, mark)
 
     def finish(self, *, is_early: bool) -> None:
         self.rewind(is_last=True)

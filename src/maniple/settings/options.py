@@ -193,6 +193,11 @@ class SharedSettings:
     )  # fmt: skip
     default_rule: str | None = setting(None, resume="kept", joins=True)  # where no rule is named
     pace: str | None = setting(None, resume="kept", joins=True, readers="external")  # of --every or --maximum-rate
+    overlap: bool = setting(
+        False, "Exchange in the background while training continues: for rules of the center, localsgd and diloco; bsp "
+        "then sends gradients during the backward pass.", ALL, group=RULE, folder=True, resume="kept", joins=True,
+        readers="external",
+    )  # fmt: skip
     seed: int | None = setting(
         None, f"Seed of the run; the seed of each worker derives from it. Default: {DEFAULT_SEED}, or that of the "
         "resumed run.", ALL, metavar="N", group=DATA, range=Range(0, "1"), folder=True, resume="kept", joins=True,

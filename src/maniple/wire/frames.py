@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import ssl
 
 MAGIC = b"mnpl"
-VERSION = 3  # 2 exchanged parameters instead of chunks; 1 had each setting of the join reply as its own field
+# 3 had operations with two parameters; 2 exchanged parameters instead of chunks; 1 had each setting of the join reply
+# as its own field.
+VERSION = 4
 HEAD = struct.Struct("<4sBBHQ")
 MAX_HEADER_BYTES = 0xFFFF
 TIMEOUT_S = 30.0  # without a byte from a host that owes a reply: longer than any lock is held in normal operation

@@ -112,7 +112,7 @@ class ChunkValue(Message, frozen=True, tag=28):
 
 
 class ExchangeRequest(Message, frozen=True, tag=16):
-    """Sent by the worker: apply `operation` with weights `a` and `b` to a chunk and to the payload.
+    """Sent by the worker: apply `operation` with its parameters `a`, `b` and `n` to a chunk and to the payload.
 
     This is item `item` of exchange `sequence` of this worker, which last saw version `seen` of the chunk.
     """
@@ -128,6 +128,7 @@ class ExchangeRequest(Message, frozen=True, tag=16):
     seen: int
     answer: str  # what the reply's payload holds: the replica's new "value", its "move", or "none"
     with_state: bool = False  # the payload is a record: the chunk and the rule's state of it
+    n: int = 0  # a third parameter of the operation
 
 
 class ExchangeReply(Message, frozen=True, tag=17):
@@ -252,6 +253,7 @@ class HeartbeatReply(Message, frozen=True, tag=43):
     stop: str = ""  # the reason to stop training, if there is one
     changes: str = ""  # settings that were changed during the run, as JSON
     is_full: bool = False  # the rows could not be written: send them again later with the same number
+    relative_speed: float = 1.0  # your steps per second, divided by those that one worker in ten exceeds; at most 1
 
 
 # Role "ask": requests to the controller.

@@ -188,6 +188,7 @@ class HeartbeatSender(HostUpdates):
             return
         answer = check_reply(answer, HeartbeatReply)
         self.live, self.stop, self._within_s = answer.live, answer.stop, answer.within_s
+        self.relative_speed = answer.relative_speed
         if answer.changes and answer.changes != self.changes.text:
             self.changes = Changes.read(answer.changes)
         if answer.is_full:

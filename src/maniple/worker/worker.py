@@ -20,16 +20,17 @@ from maniple.contracts import Collectives
 from maniple.controller import DefaultPolicy
 from maniple.environment import Environment, check_not_inherited, mark_joined, read_environment
 from maniple.environment.other_launchers import is_elastic
-from maniple.errors import Conflict, InvalidArgument, ManipleError, say
+from maniple.errors import InvalidArgument, ManipleError, say
 from maniple.feed.local_feed import DEFAULT_FEED, Batches, Feeds
-from maniple.layout import check_state_names, described
-from maniple.pace import Every, Pace, parse_pace
+from maniple.layout import described
+from maniple.pace import Pace
 from maniple.replica import Replica, sharing_for
 from maniple.replica.context import StopAfter, TrainingContext
 from maniple.rules import EASGD, Rule, parse_rule
 from maniple.sampler import Sampler, Shard
 from maniple.settings.options import is_bsp_excluded
 from maniple.worker.collective_groups import CollectiveGroups
+from maniple.worker.share_settings import check_restart, check_rule, resolve_settings, warn_local_buffers
 from maniple.worker.shutdown import SignalHandler, check_host_lost, warn_unshared, watch_exit
 
 if TYPE_CHECKING:
@@ -183,11 +184,15 @@ class Worker(CollectiveCalls):
             save_optimizer: save the optimizer's state in the run folder with each snapshot and when this worker
                 leaves, and continue with it after `--resume`; learning rates come from the script.
         """
+        named = rule if rule is not None or not self._environment.rule else parse_rule(self._environment.rule)
+        if buffers and isinstance(named, Rule) and not named.shares_buffers:
+            buffers = False
+            warn_local_buffers(model, named)
         adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         is_default = rule is None and self._environment.rule is None
         needs_center = bool(state) or not lock or is_bsp_excluded(pace, wire)
         default = EASGD() if needs_center else self._default_rule(adapter)
-        rule, pace, wire = _resolve_settings(self._environment, rule, pace, wire, default)
+        rule, pace, wire = resolve_settings(self._environment, rule, pace, wire, default)
         check_rule(self._environment, rule)
         if self._expects_bsp and not rule.is_synchronous and not self._replicas:
             warnings.warn(
@@ -491,66 +496,6 @@ def connect_to_host(environment: Environment, count: "Count") -> "HostConnection
     from maniple.worker.connection import LocalConnection, RemoteConnection
 
     return (LocalConnection if environment.is_near else RemoteConnection)(environment, count)
-
-
-def _resolve_settings(
-    environment: Environment, rule: Rule | None, pace: Pace | None, wire: str | None, default: Rule
-) -> tuple[Rule, Pace, str]:
-    """Rule, pace and wire format of a model that is shared: from the script, else the command line, else defaults."""
-    if rule is not None and not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"rule={rule!r} is no rule. Write for instance rule=maniple.EASGD().")
-    rule = _agreed("rule", rule, parse_rule(environment.rule) if environment.rule else None, default)
-    pace = _agreed("pace", pace, parse_pace(environment.pace) if environment.pace else None, Every(rule.every))
-    wire = _agreed("wire", wire, environment.wire, "float32")
-    if wire != "float32":
-        from maniple.wire.codecs import get_codec
-
-        get_codec(wire)  # says which there are, before anything is shared
-    return rule, pace, wire
-
-
-def _agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
-    """The value given by the script or the command line; Conflict if both are given and differ."""
-    if script is not None and command_line is not None and script != command_line:
-        raise Conflict(
-            f"the script asks for the {what} {script!r}, the command line for {command_line!r}. "
-            f"Leave one of them out: `{what}=` in share(), or the option of the command."
-        )
-    if script is not None:
-        return script
-    return default if command_line is None else command_line
-
-
-def check_rule(environment: Environment, rule: Rule) -> None:
-    """Raise InvalidArgument for a rule that does not work in this run."""
-    check_state_names(rule.worker_state, rule.center_state)
-    if rule.is_synchronous and (rule.worker_scalars or rule.center_scalars):
-        raise InvalidArgument(
-            f"{rule!r} keeps scalars, one per chunk, but a synchronous rule is applied to whole parameters. "
-            "Compute them from `moment.step`, or keep a vector."
-        )
-    world = environment.world
-    if environment.deterministic and world > 1 and (not rule.is_synchronous or 0 < rule.quorum < world):
-        raise InvalidArgument(
-            f"--deterministic with {rule!r}: the result of {world} workers depends on which comes first. "
-            "Choose bsp, localsgd or easgd:sync=true, or leave --deterministic out."
-        )
-    if not rule.is_synchronous and environment.is_external and environment.center == "none":
-        raise InvalidArgument(
-            f"{rule!r} needs a center, but MANIPLE_CENTER={environment.center} gives these {world} workers of "
-            f"{environment.launcher} none: {world} separate models would be trained. Unset it, choose a synchronous "
-            "rule (bsp), or unset the launcher's variables (RANK and WORLD_SIZE, say) to train alone."
-        )
-
-
-def check_restart(environment: Environment, replicas: Sequence[Replica], collectives: str) -> None:
-    """Raise InvalidArgument if a restarted worker would have to join two synchronous models at once."""
-    if collectives == "shared" and environment.restarts and any(replica.rule.is_synchronous for replica in replicas):
-        raise InvalidArgument(
-            f"worker {environment.rank} was started again, but a run that shares 2 models synchronously cannot take "
-            "workers back, only one that shares 1. Start the run again with --resume, share both as one module, or "
-            "choose an asynchronous rule: --rule easgd."
-        )
 
 
 def _seed_all(seed: int) -> None:

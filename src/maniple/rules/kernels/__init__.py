@@ -31,6 +31,18 @@ class Kernels(Protocol):
     def elastic(self, x: Array, c: Array, alpha_center: float, alpha_worker: float) -> Array | None: ...
     def blend(self, x: Array, c: Array, alpha: float, beta: float) -> Array | None: ...
     def difference(self, x: Array, c: Array, old: Array, scale: float) -> Array | None: ...
+    def nesterov(
+        self,
+        x: Array,
+        c: Array,
+        gathered: Array,
+        momentum: Array,
+        *,
+        lr: float,
+        beta: float,
+        count: float,
+        is_full: bool,
+    ) -> Array | None: ...
     def staged(
         self, x: Array, c: Array, block: Array, progress: Any, *, operation: int, a: float, b: float, answer: int
     ) -> bool:
@@ -118,6 +130,7 @@ def _call_all(kernels: Kernels, dtype: str) -> None:
     kernels.elastic(x, c, 0.5, 0.5)
     kernels.blend(x, c, 0.5, 0.5)
     kernels.difference(x, c, old, 1.0)
+    kernels.nesterov(x, c, old, np.zeros(1, dtype), lr=0.7, beta=0.9, count=4, is_full=True)
     kernels.staged(x, c, old, np.zeros(1, np.int64), operation=blocks.BLEND, a=1, b=1, answer=0)
 
 

@@ -19,6 +19,7 @@ STAGED_BYTES = 1 << 12  # a block, its result, and both values stay in the L1 ca
 # Of fast maths, only sums may be reordered. The one sum is `doubt`, which needs it to vectorise. Every other operation
 # is rounded as written, so that the results are bit-equal to those of NumPy.
 _compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
+_exact: Any = numba.njit(cache=True, nogil=True, error_model="numpy")  # for kernels with sums of their own
 
 
 @_compiled
@@ -63,6 +64,30 @@ def _difference(x: Any, c: Any, old: Any, scale: Any, zero: Any) -> Any:
         c[i] = new
         old[i] = new
     return doubt
+
+
+@_exact
+def _nesterov(  # noqa: PLR0917 - compiled code has no keywords
+    x: Any, c: Any, gathered: Any, momentum: Any, lr: Any, beta: Any, share: Any, is_full: Any, zero: Any
+) -> Any:
+    refused = 0
+    for i in range(x.size):
+        change = x[i] * share
+        old_sum, old_momentum, old_c = gathered[i], momentum[i], c[i]
+        new_sum, new_momentum = old_sum + change, old_momentum
+        if is_full:
+            new_momentum = beta * old_momentum + new_sum
+            new = old_c + lr * (beta * new_momentum + change)
+            new_sum = zero
+        else:
+            new = old_c + lr * change
+        test = (new - new) + (new_momentum - new_momentum) + (new_sum - new_sum)
+        refused |= test != zero
+        gathered[i] = new_sum if test == zero else old_sum
+        momentum[i] = new_momentum if test == zero else old_momentum
+        c[i] = new if test == zero else old_c
+        x[i] = new if test == zero else test
+    return refused
 
 
 def _fence_code(typing: Any) -> Any:
@@ -149,6 +174,15 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> Array | None:
     real = x.dtype.type
     doubt = _difference(x, c, old, real(scale), real(0))
     return None if doubt == 0 else _refuse(x, c)
+
+
+def nesterov(
+    x: Array, c: Array, gathered: Array, momentum: Array, *, lr: float, beta: float, count: float, is_full: bool
+) -> Array | None:
+    """The delayed Nesterov step for a change `x` of the replica; afterwards `x` holds the center."""
+    real = x.dtype.type
+    refused = _nesterov(x, c, gathered, momentum, real(lr), real(beta), real(1 / count), is_full, real(0))
+    return _refuse(x, c) if refused else None
 
 
 def _refuse(x: Array, c: Array) -> Array:

@@ -80,6 +80,38 @@ def difference(x: Array, c: Array, old: Array, scale: float) -> Array | None:
 
 
 @_QUIET
+def nesterov(
+    x: Array, c: Array, gathered: Array, momentum: Array, *, lr: float, beta: float, count: float, is_full: bool
+) -> Array | None:
+    """The delayed Nesterov step for a change `x` of the replica; afterwards `x` holds the center.
+
+    s += x / n;   if is_full:  m = beta m + s;  c += lr (beta m + x / n);  s = 0
+                  else:        c += lr x / n
+    x = c
+    """
+    refused, real = _Refused(), x.dtype.type
+    rate, decay, share = real(lr), real(beta), real(1 / count)
+    for start in range(0, x.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        a, b, s, m = x[part], c[part], gathered[part], momentum[part]
+        a *= share
+        new_sum, new_momentum = s + a, m
+        if is_full:
+            new_momentum = decay * m + new_sum
+            new = b + rate * (decay * new_momentum + a)
+            new_sum = np.zeros_like(s)
+        else:
+            new = b + rate * a
+        finite = np.isfinite(new) & np.isfinite(new_momentum) & np.isfinite(new_sum)
+        if not finite.all():
+            refused.add(start, ~finite)
+        for target, value in ((s, new_sum), (m, new_momentum), (b, new)):
+            np.copyto(target, value, where=finite)
+        a[:] = b
+    return refused.positions()
+
+
+@_QUIET
 def mixed(x: Array, c: Array, state: State, mix: Mix) -> Array | None:
     """Apply `new_x, new_c = mix(x, c, state)` block by block; to the whole if there are scalars in the state.
 

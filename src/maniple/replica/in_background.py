@@ -1,0 +1,130 @@
+"""Exchanges in the background: a copy of the replica is exchanged while training continues.
+
+The copy `s` is sent as if it were the replica, by the same code, and becomes `y`. What training has changed meanwhile
+is kept when the result is applied between two steps:
+
+    x = y + (x - s)
+
+For EASGD this is `x -= d`; for rules that set the replica to the center, `x = c + (x - s)`. Nothing is lost or counted
+twice: if the exchange fails half-way, what the center has applied of it is in the copy, and reaches the replica in the
+same way.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from maniple.adapters import Adapter
+from maniple.clock import Deadline, clock
+from maniple.contracts import Array, Entry
+from maniple.layout import Layout
+from maniple.replica.nonfinite import is_finite
+from maniple.replica.replica import TrainingMark
+
+T = TypeVar("T")
+_POLL_S = 0.05  # between two looks whether a signal asks the waiting thread to exit
+
+
+class BackgroundCall(Generic[T]):
+    """One call in a thread of its own.
+
+    Attributes:
+        mark: how far training was when the call began.
+        duration_s: how long the call took; 0 while it runs.
+    """
+
+    def __init__(self, act: Callable[[], T], mark: TrainingMark) -> None:
+        self.mark, self.begin, self.start, self.duration_s = mark, clock.monotonic(), clock.time(), 0.0
+        self._act = act
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+        # A daemon: a worker whose script has failed ends without waiting for the network.
+        threading.Thread(target=self._run, name="maniple-exchange", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """The call has ended."""
+        return self._is_done.is_set()
+
+    def result(self, timeout_s: float, what: str) -> T:
+        """Wait for the end of the call; give its result, or raise its error.
+
+        The call has deadlines of its own, so `timeout_s` limits the wait only if these fail.
+        """
+        deadline = Deadline(timeout_s)
+        while not self._is_done.wait(_POLL_S):
+            deadline.check(lambda: what)
+        if self._error is not None:
+            raise self._error
+        return self._result  # pyright: ignore[reportReturnType]
+
+    def _run(self) -> None:
+        try:
+            self._result = self._act()
+        except BaseException as error:  # raised again by `result`, in the training thread
+            self._error = error
+        self.duration_s = max(1e-9, clock.monotonic() - self.begin)
+        self._is_done.set()
+
+
+class ReplicaCopy:
+    """A copy of a replica's shared values (`contracts.FlatModel`), and how to bring its changes back.
+
+    Attributes:
+        flat: the copy `s`, which an exchange turns into `y`.
+    """
+
+    def __init__(self, model: Adapter, layout: Layout) -> None:
+        self._model, self._layout = model, layout
+        self.flat, self._sent = layout.allocate(), layout.allocate()
+        self._values, self._before = layout.views(self.flat), layout.views(self._sent)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Those of the replica."""
+        return self._model.entries
+
+    def begin(self) -> None:
+        """Do nothing: the copy is memory of its own."""
+
+    def array(self, i: int) -> Array:
+        """Entry i of the copy."""
+        return self._values[i]
+
+    def commit(self, i: int) -> None:
+        """Do nothing: `array` returns the memory itself."""
+
+    def flat_vectors(self) -> tuple[dict[str, Array], int]:
+        """The copy as flat vectors."""
+        return self.flat, len(self._values)
+
+    def take(self) -> None:
+        """Set the copy to the replica."""
+        model, (flat, count) = self._model, self._model.flat_vectors() or ({}, 0)
+        if count == len(self._values):
+            for dtype, vector in self.flat.items():
+                vector[:] = flat[dtype]
+        else:
+            model.begin()
+            for i, value in enumerate(self._values):
+                value[:] = model.array(i)
+                model.commit(i)
+        for dtype, vector in self._sent.items():
+            vector[:] = self.flat[dtype]
+
+    def bring_back(self) -> None:
+        """Apply to the replica what has changed in the copy since `take`."""
+        model = self._model
+        model.begin()
+        for i, (new, before) in enumerate(zip(self._values, self._before, strict=True)):
+            value = model.array(i)
+            # In this order, a replica that has not trained meanwhile becomes `y` to the bit.
+            with np.errstate(invalid="ignore"):
+                np.subtract(value, before, out=before)
+            if not is_finite(before):  # such an element takes what the center gave for it
+                np.copyto(before, 0, where=~np.isfinite(before))
+            np.add(before, new, out=value)
+            model.commit(i)
