@@ -18,14 +18,15 @@ from tests.waiting import PATIENCE_S, await_, is_gone
 from .conftest import Serve
 from .proxy import Proxy
 
-# Adds 1 to every element at each step, until told to stop; says how many steps it made.
+# Adds 1 to every element at each step, until told to stop; says how many steps it made. With a fourth argument, its
+# exchanges run in the background.
 COUNTING = """
     import sys, time, pathlib
     import numpy as np, maniple
     stop, sizes = pathlib.Path(sys.argv[1]), [int(n) for n in sys.argv[2].split(",")]
     worker = maniple.join()
     params = {f"p{i}": np.zeros(n) for i, n in enumerate(sizes)}
-    replica = worker.share(params, rule=maniple.Downpour(), pace=maniple.Every(1))
+    replica = worker.share(params, rule=maniple.Downpour(overlap=len(sys.argv) > 4), pace=maniple.Every(1))
     print("start", worker.rank, params["p0"][0], flush=True)
     while not stop.exists():
         for value in params.values():
@@ -69,7 +70,7 @@ def third_after(host: Serve, rank: int, then: float) -> float:
 def test_a_server_killed_100_times_at_random_instants_loses_and_doubles_nothing(serve, tmp_path, monkeypatch):
     host = serve("--snapshot-every", "0")
     stop = tmp_path / "stop"
-    workers = [host.join(COUNTING, str(stop), "40000,3,0,70001") for _ in range(2)]
+    workers = [host.join(COUNTING, str(stop), "40000,3,0,70001", *more) for more in ((), ("0.002", "overlap"))]
     host.connect(monkeypatch)
     pushes, halt = [0, 0], threading.Event()
     client = maniple.Client(timeout_s=60)
@@ -123,7 +124,8 @@ def test_500_cuts_at_random_bytes_lose_and_double_nothing(serve, tmp_path, monke
     host = serve("--snapshot-every", "0")
     stop = tmp_path / "stop"
     proxy = Proxy(host.address, cuts=500, most_bytes=400_000)
-    workers = [host.join(COUNTING, str(stop), "9000,5,0,2000", "0.001", via=proxy.address) for _ in range(3)]
+    given = (str(stop), "9000,5,0,2000", "0.001")
+    workers = [host.join(COUNTING, *given, *more, via=proxy.address) for more in ((), ("overlap",), ("overlap",))]
     monkeypatch.setenv("MANIPLE_ADDRESS", proxy.address)
     monkeypatch.setenv("MANIPLE_TOKEN_FILE", str(host.token))
     pushes = 0

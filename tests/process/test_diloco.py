@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.contract.collectives_ranks import find_mpiexec
-from tests.waiting import await_
+from tests.waiting import PATIENCE_S, await_
 
 from ..conftest import require
 from .conftest import BARE, MANIPLE, Run
@@ -217,3 +218,102 @@ def test_slow_workers_make_fewer_steps_between_exchanges(start: Any, tmp_path: P
     assert fast[-1] - fast[-2] == 40
     stop.touch()
     assert run.wait() == 0, run.output
+
+
+# Adds 1 to all elements at each step. With lr 1, momentum 0 and a buffer of 2, the center is exactly half of the sum.
+COUNTING = """
+    import pathlib, sys, time
+    import numpy as np, maniple
+
+    worker = maniple.join(own_data=True)
+    params = {"a": np.zeros(300_000), "b": np.zeros(7)}
+    rule = maniple.DiLoCo(1, lr=1, momentum=0, sync=False, buffer=2, overlap=len(sys.argv) > 2)
+    replica = worker.share(params, rule=rule)
+    while not pathlib.Path(sys.argv[1]).exists():
+        for value in params.values():
+            value += 1
+        replica.step()
+        time.sleep(0.002)
+    worker.leave()
+    print("steps", replica.steps, flush=True)
+"""
+
+
+def test_kills_of_the_server_lose_and_double_nothing_and_a_resumed_run_has_the_same_outer_state(serve, tmp_path):
+    host, stop = serve("--snapshot-every", "0"), tmp_path / "stop"
+    workers = [host.join(COUNTING, str(stop), *more) for more in ((), ("overlap",))]
+    host.await_event(1, "exchange")
+    for kill in range(1, 11):
+        host.await_event("server", "serving", count=kill)
+        made = len(host.events(0, "exchange")) + len(host.events(1, "exchange"))
+        await_(lambda made=made: len(host.events(0, "exchange")) + len(host.events(1, "exchange")) > made)
+        os.kill(host.server_pid, signal.SIGKILL)
+        host.await_event("host", "server", count=kill + 1)
+    stop.touch()
+    steps = 0
+    for worker in workers:
+        output = worker.communicate(timeout=PATIENCE_S)[0]
+        assert worker.returncode == 0, output
+        steps += int(output.rpartition("steps ")[2])
+    assert host.end() == 0, host.output
+    state_file = host.folder / "center" / "center-0.state.safetensors"
+    first, state = host.center, load_file(state_file)
+    for value in first.values():
+        np.testing.assert_array_equal(2 * value, steps)
+    chunks = zip(state["arrivals"], (slice(0, 262_144), slice(262_144, None)), strict=True)
+    for arrivals, part in chunks:
+        assert arrivals in {0, 1}
+        assert (state["gathered/float64"][part] > 0).all() if arrivals else not state["gathered/float64"][part].any()
+    again = serve(name=host.folder.name)
+    late = again.join(COUNTING, str(stop))  # makes no step, and exchanges nothing
+    assert late.wait(PATIENCE_S) == 0, late.communicate()[0]
+    assert again.end() == 0, again.output
+    for name, value in load_file(state_file).items():
+        assert value.tobytes() == state[name].tobytes(), name
+    assert all(value.tobytes() == first[name].tobytes() for name, value in again.center.items())
+
+
+def test_workers_that_die_in_rounds_in_the_background_come_back_with_the_others_state(start: Any, tmp_path: Path):
+    """After each round the center and the outer momentum of all workers are compared (check_every)."""
+    script = """
+        import pathlib, sys, time
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        rng = np.random.default_rng([worker.rank, int(time.time())])
+        params = {f"layers.{i}": np.zeros(40_000) for i in range(5)}
+        rule = maniple.DiLoCo(6, fragments=3, overlap=True, check_every=1)
+        replica = worker.share(params, rule=rule)
+        while not pathlib.Path(sys.argv[1]).exists():
+            for value in params.values():
+                value += rng.normal(size=value.size)
+            replica.step()
+            worker.log(rounds=replica.rounds)
+            time.sleep(0.002)
+    """
+    stop = tmp_path / "stop"
+    run = start(script, "-n", "3", "--restarts", "9", args=(str(stop),), env=BARE)
+
+    def rounds(rank: int) -> int:
+        return max((row.get("rounds", 0) for row in run.events(rank, "progress")), default=0)
+
+    for kill in range(4):
+        victim = 1 + kill % 2
+        run.await_event(victim, "join", count=1 + kill // 2)
+        made = len(run.events(victim, "log"))
+        await_(lambda victim=victim, made=made: len(run.events(victim, "log")) > made + 5)
+        os.kill(run.pid(victim), signal.SIGKILL)
+        before = rounds(0)
+        await_(lambda before=before: rounds(0) > before + 2)
+    for victim in (1, 2):
+        entered = run.await_event(victim, "entered", count=2)
+        await_(
+            lambda victim=victim, entered=entered: (
+                run.events(victim, "progress")[-1]["timestamp"] > entered[-1]["timestamp"]
+            )
+        )
+    stop.touch()
+    assert run.wait() == 0, run.output
+    assert "no longer equal" not in run.output
+    momentum = load_file(run.folder / "center" / "center-0.state.safetensors")["momentum/float64"]
+    assert np.abs(momentum).min() > 0

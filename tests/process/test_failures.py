@@ -176,8 +176,8 @@ def test_rule_of_script_and_command_line_must_agree(run):
     script = "import numpy as np, maniple; maniple.join().share({'w': np.zeros(3)}, rule=maniple.EASGD(0.5))"
     done = run(script, "-n", "1", "--rule", "downpour")
     assert done.process.returncode == 2
-    assert "EASGD(alpha=0.5, center_alpha=None, sync=False, nonfinite='stop')" in done.output
-    assert "Downpour(compensate=False, sync=False, nonfinite='stop')" in done.output
+    assert "EASGD(alpha=0.5, center_alpha=None, sync=False, nonfinite='stop', overlap=False)" in done.output
+    assert "Downpour(compensate=False, sync=False, nonfinite='stop', overlap=False)" in done.output
     assert run(script, "-n", "1", "--rule", "easgd:alpha=0.5").process.returncode == 0
 
 

@@ -53,7 +53,7 @@ def test_schedules_and_rules_of_ones_own_are_no_obstacle():
         (
             {"beta": 0.3},
             EASGD(),
-            "'beta' .* EASGD, .* Choose from alpha, center_alpha, sync, nonfinite, every, maximum_rate",
+            "'beta' .* EASGD, .* Choose from alpha, center_alpha, sync, nonfinite, overlap, every, maximum_rate",
         ),
         ({"alpha": 1.5}, EASGD(), "share from 0 to 1"),
         ({"alpha": "much"}, EASGD(), "neither 'auto'"),

@@ -212,6 +212,14 @@ MEASURES = (
         chart=("Staleness", "exchanges of others missed"),
     ),
     Measure(
+        "hidden_share",
+        Rate("hidden"),
+        "percent",
+        "Share of the time in which an exchange ran in the background, hidden behind training, now.",
+        chart=("Hidden exchanges", "time with an exchange in the background"),
+        is_optional=True,
+    ),
+    Measure(
         "bytes_per_s",
         Rate("bytes"),
         "bytes",
