@@ -307,7 +307,8 @@ def main() -> None:
     if args.quick:
         size = {"width": 64, "layers": 2, "context": 32, "batch": 4}
         args.lines, args.steps, args.limit, args.every, args.target = args.lines[:1], 40, 10.0, 10, 6.5
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what has been started is ended
+    for number in (signal.SIGINT, signal.SIGTERM):  # both end what was started, and show the rows so far
+        signal.signal(number, signal.default_int_handler)
     all_ = {name: one for name, one in contestants(args.every).items() if name in args.contestants}
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
     with text_of(args.text) as text:
@@ -315,8 +316,8 @@ def main() -> None:
             way="", text=text, steps=args.steps, limit_s=args.limit, copy_every=max(5, args.steps // 15), slack=0,
             core_count=len(CORES), is_asynchronous=False, lr=1e-3, seed=args.seed, **size,
         )  # fmt: skip
-        begin = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt):  # the rows so far are shown
+        begin, is_complete = time.monotonic(), False
+        with contextlib.suppress(KeyboardInterrupt):
             for hosts, line, name in cases(args.hosts, args.lines, all_):
                 network = Network()
                 try:
@@ -330,6 +331,7 @@ def main() -> None:
                     network.close()
                 minutes = (time.monotonic() - begin) / 60
                 print(f"{minutes:5.1f} min  {hosts} hosts  {line or 'no line':<8} {name:<22} {outcome}", flush=True)
+            is_complete = True
     rows = table(found, args.target, contestants(args.every))
     facts = {
         "lines": {name: str(LINES[name]) for name in args.lines},
@@ -343,6 +345,7 @@ def main() -> None:
         report("link-quick" if args.quick else "link", "Training over slow lines", rows, **facts)
         beside = HERE.parent / "results" / "link-curves.json"
         beside.write_text(json.dumps({"of": "[step, seconds, bits per byte]", "curves": curves}, indent=1))
+    sys.exit(0 if is_complete else 130)
 
 
 def cases(hosts: list[int], lines: list[str], all_: dict[str, Contestant]) -> Iterator[tuple[int, str, str]]:
