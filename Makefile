@@ -39,6 +39,7 @@ format: $(STAMP)  ## format the code and apply lint fixes
 bench: $(STAMP)  ## run most benchmarks; print tables and write JSON to benchmarks/results
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/codecs.py
 	$(BIN)/python benchmarks/feed.py
 	$(BIN)/python benchmarks/leases.py
 	$(BIN)/python benchmarks/control.py

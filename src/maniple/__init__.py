@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from maniple.errors import ManipleError
 from maniple.pace import Every, RateLimit
-from maniple.rules import ASGD, BSP, EASGD, DiLoCo, Downpour, LocalSGD, MSync, Rule
+from maniple.rules import ASGD, BSP, EAMSGD, EASGD, DiLoCo, Downpour, LocalSGD, MSync, Rule, Swap, Tournament
 from maniple.worker import Replica, StopAfter, Worker, join
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ASGD",
     "BSP",
+    "EAMSGD",
     "EASGD",
     "BatchFiles",
     "Client",
@@ -43,6 +44,8 @@ __all__ = [
     "Rule",
     "Session",
     "StopAfter",
+    "Swap",
+    "Tournament",
     "Worker",
     "join",
 ]

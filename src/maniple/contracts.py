@@ -1,10 +1,11 @@
 """Interfaces between the layers: what models, rules, centers and collectives offer to each other."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -161,6 +162,7 @@ class Round:
     weight: float = 1.0  # the sum of their weights; 0: all have finished training
     waited_s: float = 0.0  # for the others
     nonfinite: dict[int, int] = field(default_factory=dict[int, int])  # whose values were left out, and the entry
+    size_bytes: int = 0  # of resident vectors: what this worker has sent; in shared memory, their size
 
 
 class ResidentVectors(Protocol):
@@ -176,6 +178,7 @@ class ResidentVectors(Protocol):
         ...
 
 
+NO_EXACT: Mapping[str, int] = MappingProxyType({})
 Bucket = tuple[str, int, int]  # dtype, and start and end in the vector of that dtype
 
 
@@ -235,8 +238,9 @@ class Collectives(Protocol):
 
     Arrays are flat, contiguous and numeric. `op` is sum, mean, min, max or prod; a mean counts each worker's values
     `weight` times. `wire` is float32 (no compression), float16 or bfloat16: how floating-point values travel; they are
-    added up in float32, and all workers get the same bits. All workers make the same calls in the same order: another
-    call, dtype or size on the other side is a CallMismatch that names both.
+    added up in float32, and all workers get the same bits. Resident vectors may also travel by int8, int4 or topk,
+    whose errors are added to the next round. All workers make the same calls in the same order: another call, dtype or
+    size on the other side is a CallMismatch that names both.
     """
 
     @property
@@ -285,6 +289,12 @@ class Collectives(Protocol):
         """This worker's part of worker `root`'s `parts`, one per worker in the order of `ranks`; lengths may differ."""
         ...
 
+    def exchange_pairs(self, x: Array, partner: int, *, wire: str = "float32") -> Array | None:
+        """The array of worker `partner`, who gets `x`; lengths may differ. All workers call it, also those without a
+        partner, who give their own rank and get None; so does one whose partner is lost in the call.
+        """
+        ...
+
     def barrier(self) -> None: ...
     def one_call(self) -> AbstractContextManager[None]:
         """Admit no newcomers between the calls in this block."""
@@ -294,7 +304,14 @@ class Collectives(Protocol):
         """Reserve what calls with arrays of up to `size` bytes need, while there is room; may need nothing."""
         ...
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors: ...
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
+        """Vectors of these sizes, by dtype. By codecs that keep errors, the last `exact` values of each travel as they
+        are: flags, and buffers such as variances, which an error must not make negative.
+        """
+        ...
+
     def report_long_waits(self, on_report: Callable[[Sequence[int], float, bool], None]) -> None:
         """Call `on_report` during and after long waits: the ranks waited for, seconds so far, whether it is over."""
         ...
@@ -306,7 +323,13 @@ class BackgroundCollectives(Protocol):
     """Collectives that send values while the worker computes."""
 
     def reside_in_parts(
-        self, sizes: dict[str, int], parts: Sequence[Bucket], *, wire: str = "float32", device: str = "cpu"
+        self,
+        sizes: dict[str, int],
+        parts: Sequence[Bucket],
+        *,
+        wire: str = "float32",
+        device: str = "cpu",
+        exact: Mapping[str, int] = NO_EXACT,
     ) -> BucketedVectors:
         """Vectors as `reside` gives them; `parts` cover them completely."""
         ...

@@ -217,7 +217,7 @@ class Job(RunSettings):
         listens = self.listen is not None and not (self.external and self.listen.address.is_loopback)
         is_remote = listens or bool(self.hosts) or self.ray is not None
         are_unequal = len({device.partition(":")[0] for device in self.devices}) > 1
-        is_excluded = had_another or is_remote or are_unequal or is_bsp_excluded(self.pace, self.wire)
+        is_excluded = had_another or is_remote or are_unequal or is_bsp_excluded(self.pace)
         return replace(self, default_rule="easgd" if is_excluded else "bsp")
 
     @property

@@ -140,6 +140,13 @@ class Layout:
         check_state_names(state)
         return cls([Entry(*row) for row in found.entries], is_numeric=True, chunk_bytes=chunk_bytes, state=state)
 
+    def sizes_from(self, first: int) -> dict[str, int]:
+        """The sizes of the entries from `first` on, by dtype: they are at the end of each vector."""
+        sizes = dict.fromkeys(self.sizes, 0)
+        for dtype, start, stop in self.places[first:]:
+            sizes[dtype] += stop - start
+        return sizes
+
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
         """The chunks of all vectors, in the order of the vectors."""

@@ -27,6 +27,11 @@ class Case:
     def root(self, world: int) -> int:
         return world - 1 if self.is_last_root else 0
 
+    def partner(self, rank: int, world: int) -> int:
+        """The neighbour, or the rank counted from the end; the last or the middle one of an odd world has none."""
+        other = world - 1 - rank if self.is_last_root else rank ^ 1
+        return other if other < world else rank
+
     def weight(self, rank: int) -> float:
         return {"even": 1.0, "uneven": [3.0, 0.0, 2.5, 7.0][rank], "none": 0.0}[self.weights]
 
@@ -60,6 +65,10 @@ CASES = [
       for kind in ("gather", "all_gather", "scatter") for dtype, wire, size, is_ragged in (
           ("float32", "float32", 0, True), ("float32", "float32", 100_000, True), ("int64", "float32", 3, False),
           ("float64", "bfloat16", 3, True), ("float32", "float16", 1000, False), ("int16", "float16", 3, True))),
+    *(Case("exchange_pairs", dtype=dtype, wire=wire, size=size, is_ragged=is_ragged, is_last_root=is_ragged)
+      for dtype, wire, size, is_ragged in (
+          ("float32", "float32", 3_000_000, False), ("float32", "float32", 0, True), ("uint8", "float32", 7, True),
+          ("float64", "bfloat16", 1000, True), ("float32", "float16", 0, False), ("int64", "float32", 5, False))),
     *(Case("resident", op, wire=wire, weights=weights, size=1001) for op, wire, weights in (
         ("sum", "float32", "even"), ("mean", "float32", "uneven"), ("mean", "bfloat16", "uneven"),
         ("max", "float16", "even"), ("mean", "float32", "none"))),

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,10 @@ def make(collectives: Collectives, case: Case) -> list[np.ndarray]:
     if case.kind == "scatter":
         parts = [case.values(r) for r in range(world)] if rank == root else None
         return [collectives.scatter(parts, root=root, dtype=case.dtype, wire=case.wire)]
+    if case.kind == "exchange_pairs":
+        received = collectives.exchange_pairs(x, case.partner(rank, world), wire=case.wire)
+        assert x.tobytes() == before.tobytes(), "x stays as it is"
+        return [] if received is None else [received]
     resident = collectives.reside({"float32": case.size, "float64": 3}, wire=case.wire)
     results = []
     for number in range(3):
@@ -109,6 +114,16 @@ def mismatches(collectives: Collectives) -> dict[str, str]:
     return said
 
 
+def one_sided_pair(collectives: Collectives) -> str:
+    """Worker 0 names worker 1, who has no partner; the collectives continue after it."""
+    try:
+        collectives.exchange_pairs(np.ones(3), 1 if collectives.rank == 0 else collectives.rank)
+    except ManipleError as error:
+        collectives.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def left_out(collectives: Collectives) -> dict[str, object]:
     """Rounds in which the last rank's values are not finite, in entry 7, and then those of all ranks."""
     last = len(collectives.ranks) - 1
@@ -130,6 +145,35 @@ def left_out(collectives: Collectives) -> dict[str, object]:
             done = resident.all_reduce("mean", weight=nonfinite_weight(7) if is_bad else 1.0)
             values = [float(x) for x in resident.flat["float32"]]
             found[f"{name} {len(bad)}"] = [sorted(done.nonfinite.items()), done.weight, values]
+    return found
+
+
+def compressed(collectives: Collectives) -> dict[str, object]:
+    """Rounds by the codecs that keep errors: checksums of the results, and how far their sum is off."""
+    size, world = 50_000, len(collectives.ranks)
+    found: dict[str, object] = {}
+    link, messages = getattr(collectives, "_link", None), list[int]()
+    if link is not None:
+        usual = link.begin_send
+
+        def counted(peer: int, data: np.ndarray, tag: int) -> object:
+            messages.append(data.nbytes)
+            return usual(peer, data, tag)
+
+        link.begin_send = counted
+    for wire in ("int8", "int4", "topk"):
+        resident = collectives.reside({"float32": size}, wire=wire)
+        checksums, arrived, expected, sent = list[int](), np.zeros(size), np.zeros(size), list[list[int]]()
+        for number in range(10):
+            values = [np.random.default_rng([number, rank]).standard_normal(size) for rank in range(world)]
+            resident.flat["float32"][:] = values[collectives.rank]
+            messages.clear()
+            sent.append([resident.all_reduce("mean").size_bytes, sum(messages)])
+            checksums.append(zlib.crc32(resident.flat["float32"].tobytes()))
+            arrived += resident.flat["float32"]
+            expected += sum(values) / world
+        distance = np.linalg.norm(arrived - expected) / np.linalg.norm(expected)
+        found[wire] = [checksums, float(distance), sent]
     return found
 
 
@@ -241,9 +285,11 @@ def look(engine: str, environment: Environment, folder: Path) -> None:
     }
     said = {
         "mismatches": mismatches(collectives) if environment.world > 1 else {},
+        "one-sided": one_sided_pair(collectives) if environment.world > 1 else "",
         "calls": user_calls(collectives),
         "two": two_at_once(engine, environment, collectives),
         "left out": left_out(collectives),
+        "compressed": compressed(collectives),
         "name": collectives.name,
     }
     collectives.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maniple.wire.codecs import get_codec
 from tests.contract.collectives_cases import Case, cases, group, groups
 from tests.contract.collectives_ranks import ENGINES, finish, start
 
@@ -155,6 +156,24 @@ def test_each_gets_its_own_part(seen: Seen, kind: str):
             assert_near(case, found, case.values(rank))
 
 
+@pytest.mark.parametrize("kind", [name for name in groups() if "pairs" in name])
+def test_partners_have_each_others_arrays_and_who_has_none_gets_nothing(seen: Seen, kind: str):
+    for case in seen.cases(kind):
+        for rank in range(seen.world):
+            found, partner = seen.of(case, rank), case.partner(rank, seen.world)
+            assert len(found) == (partner != rank), case
+            for one in found:
+                assert one.dtype == case.dtype and one.shape == case.values(partner).shape
+                assert_near(case, one, case.values(partner))
+
+
+def test_a_pair_that_is_one_on_one_side_only_is_named_to_all(seen: Seen):
+    for said in seen.said if seen.world > 1 else ():
+        assert said["one-sided"].startswith(
+            "CallMismatch: worker 0 exchanges with worker 1, but that one with worker 1"
+        )
+
+
 def test_calls_that_do_not_match_are_named_to_all_and_the_collectives_continue(seen: Seen):
     if seen.world == 1:
         return
@@ -179,6 +198,22 @@ def test_values_that_are_not_finite_are_left_out_of_a_mean_and_all_know_whose(se
                 assert values == pytest.approx([(last - 1) / 2] * 5, rel=2**-6)
     if seen.said[0]["name"] == "torch":
         assert {"parts on the device 1", "device 1", "parts 1", "bfloat16 1"} <= set(seen.said[0]["left out"])
+
+
+@pytest.mark.parametrize(("wire", "distance"), [("int8", 0.01), ("int4", 0.2), ("topk", 0.97)])
+def test_compressed_rounds_give_all_the_same_bits_and_add_up_to_the_means(seen: Seen, wire: str, distance: float):
+    size, world, name = get_codec(wire).size_bytes(50_000, 4), seen.world, seen.said[0]["name"]
+    bytes_sent = (world - 1) * size if wire == "topk" else 2 * size * (world - 1) / world
+    for said in seen.said:
+        checksums, found, sent = said["compressed"][wire]
+        assert checksums == seen.said[0]["compressed"][wire][0]
+        assert found < distance  # topk has sent 7,820 of 50,000 values
+        for counted, through_link in sent:
+            if name == "shared":  # nothing travels
+                assert (counted, through_link) == (4 * 50_000, 0)
+            else:
+                assert counted == pytest.approx(bytes_sent, rel=0.02)
+                assert through_link == counted + 64 * (world - 1), "and a record of the call"
 
 
 def test_two_groups_of_one_process_do_not_mix_up_their_messages(seen: Seen):

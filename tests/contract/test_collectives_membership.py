@@ -166,6 +166,34 @@ def test_nobody_is_passed_over_while_it_still_reads_what_the_others_show(segment
     close(*early, late)
 
 
+def test_a_partner_that_dies_in_an_exchange_leaves_the_other_without_its_array(segment: Segment):
+    """Before the last piece is shown: half an array is none. The other pair has both of its own."""
+    mine = collective_groups(segment, 4, admit_after_calls=False)
+    arrive, x = mine[1].membership.arrive, np.ones(3 << 20)  # 24 MB, shown in 6 pieces
+
+    def fall(*args: Any, **options: Any) -> tuple[int, ...]:
+        if mine[1].membership.barrier == 3:
+            raise Died
+        return arrive(*args, **options)
+
+    mine[1].membership.arrive = fall
+
+    def act(rank: int) -> Any:
+        try:
+            return mine[rank].exchange_pairs(rank * x, rank ^ 1)
+        except Died:
+            die(mine[1])
+            return "died"
+
+    found = together([lambda rank=rank: act(rank) for rank in range(4)])
+    assert found[0] is None and found[1] == "died"
+    assert (found[2] == 3).all() and (found[3] == 2).all() and found[2].size == x.size
+    gone = together([lambda rank=rank: mine[rank].exchange_pairs(x, rank ^ 1) for rank in (0, 2, 3)])
+    assert gone[0] is None and gone[1] is not None
+    for one in mine:
+        one.close()
+
+
 def test_one_who_was_passed_over_neither_lets_in_nor_greets(segment: Segment):
     """Worker 0 does not know it yet; its state and its count of meetings are not those of the others."""
     old = members(segment, 2)

@@ -56,10 +56,10 @@ LESSONS = """
         return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Linear(8, 3))
 
     def train(name, rule, *, kind="plain", uneven=False, parts=1, clip=None, momentum=0.9, wrap=lambda m: m, pace=None,
-              wire=None):
+              wire=None, lr=0.1, decay=0.01):
         model = build(kind)
         shared = wrap(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
         replica = worker.share(shared, optimizer, rule=rule, pace=pace, wire=wire)
         for x, y in zip(X, Y):
             size = 24 // worker.world
@@ -82,6 +82,15 @@ LESSONS = """
 
     train("bsp", maniple.BSP(check_every=3))
     train("uneven", maniple.BSP(), uneven=True)
+    p = worker.world
+    train("sum", maniple.BSP(op="sum", check_every=3), decay=0)
+    train("normed sum", maniple.BSP(op="sum", check_every=3), kind="norm", decay=0)
+    train("normed rate", maniple.BSP(), kind="norm", decay=0, lr=0.1 * p)
+    train("clipped sum", maniple.BSP(op="sum"), clip=0.05)
+    train("clipped rate", maniple.BSP(), clip=0.05 / p, lr=0.1 * p, decay=0.01 / p)
+    for p in (2, 3, 4):
+        if worker.world in (1, p):
+            train(f"rate {p}", maniple.BSP(), decay=0, lr=0.1 * p)
     train("parts", maniple.BSP(), parts=2)
     train("clipped", maniple.BSP(), clip=0.05)
     train("spare", maniple.BSP(), kind="spare")
@@ -94,6 +103,11 @@ LESSONS = """
     train("reset", maniple.LocalSGD(3, momentum="reset"))
     train("msync", maniple.MSync(worker.world))
     train("half", maniple.BSP(), wire="bfloat16")
+    for wire in ("int8", "int4", "topk"):
+        train(wire, maniple.BSP(check_every=3), wire=wire)
+        train(f"local {wire}", maniple.LocalSGD(3, check_every=2), wire=wire)
+    train("norm int4", maniple.LocalSGD(3, check_every=2), kind="norm", wire="int4")
+    train("spare topk", maniple.BSP(check_every=3), kind="spare", wire="topk")
     train("elastic", maniple.EASGD(sync=True), pace=maniple.Every(3))
     train("downpour", maniple.Downpour(sync=True), momentum=0)
     np.savez(f"{sys.argv[1]}-{worker.rank}.npz", **found)
@@ -123,6 +137,7 @@ def of(found: dict[str, np.ndarray], lesson: str) -> np.ndarray:
 
 
 EQUAL = ["bsp", "uneven", "parts", "clipped", "norm", "norm uneven", "compiled", "plain sgd", "local 1", "msync"]
+COARSE = ["int8", "int4", "topk", "local int8", "local int4", "local topk", "norm int4"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -134,10 +149,24 @@ def test_p_workers_equal_one_on_all_their_batches(lessons: Any, world: int, less
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("lesson", [*EQUAL, "spare", "half", "reset", "downpour"])
+@pytest.mark.parametrize(
+    "lesson",
+    [*EQUAL, "spare", "half", "reset", "downpour", "sum", "normed sum", "clipped sum", "spare topk", *COARSE],
+)
 def test_replicas_are_the_same_to_the_bit(lessons: Any, world: int, lesson: str):
     first, *others = [of(found, lesson).tobytes() for found in lessons(world)]
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_summed_gradients_are_the_mean_with_p_times_the_learning_rate(lessons: Any, world: int):
+    alone = of(lessons(1)[0], f"rate {world}")
+    for found in lessons(world):
+        if world != 3:  # a power of two changes no digit: also buffers, which are averaged, are the same to the bit
+            assert of(found, "sum").tobytes() == of(found, f"rate {world}").tobytes()
+            assert of(found, "normed sum").tobytes() == of(found, "normed rate").tobytes()
+        for mine, expected in ((of(found, "sum"), alone), (of(found, "clipped sum"), of(found, "clipped rate"))):
+            np.testing.assert_allclose(mine, expected, rtol=5e-5, atol=5e-6)
 
 
 def test_local_sgd_every_step_is_bsp(lessons: Any):
@@ -151,11 +180,24 @@ def test_half_precision_on_the_wire_is_near_full_precision(lessons: Any):
         assert not np.array_equal(of(found, "half"), of(found, "bsp"))
 
 
+def test_coarse_codecs_train_and_int8_comes_near_full_precision(lessons: Any):
+    """Topk has sent only a few of all gradients after these few steps."""
+    for found in lessons(2):
+        np.testing.assert_allclose(of(found, "int8"), of(found, "bsp"), rtol=0.05, atol=0.02)
+        np.testing.assert_allclose(of(found, "local int8"), of(found, "local 3"), rtol=0.05, atol=0.05)
+        for lesson in COARSE:
+            assert np.isfinite(of(found, lesson)).all()
+            assert not np.array_equal(of(found, lesson), of(found, "bsp"))
+        for name, variance in found.items():
+            assert "running_var" not in name or variance.min() > 0, name
+
+
 def test_parameters_that_nobody_uses_are_left_alone(lessons: Any):
     begun = lessons(1)[0]
     for found in lessons(2):  # weight decay would have changed them
         assert np.array_equal(found["spare/spare.weight"], begun["spare/spare.weight"])
         assert not np.array_equal(found["spare/some.weight"], begun["spare/some.weight"])  # used by worker 0 alone
+        assert np.array_equal(found["spare topk/spare.weight"], begun["spare/spare.weight"])
 
 
 def test_synchronous_elastic_averaging_and_downpour_train(lessons: Any):
@@ -163,6 +205,25 @@ def test_synchronous_elastic_averaging_and_downpour_train(lessons: Any):
         values = [of(found, lesson) for found in lessons(2)]
         assert all(np.isfinite(value).all() for value in values)
         assert np.abs(values[0] - values[1]).max() < 0.5
+
+
+def test_a_sum_counts_each_worker_once_but_for_those_without_samples_or_with_nan(run: Any, without_numba: None):
+    script = """
+        import numpy as np, maniple
+        worker = maniple.join(own_data=True)
+        w = {"w": np.zeros(1000, np.float32)}
+        replica = worker.share(w, rule=maniple.BSP(op="sum", nonfinite="skip"))
+        sums = []
+        for samples, value in [((4, 1, 2), 1), ((4, 1, 0), 1), ((4, 1, 2), np.nan), ((0, 0, 0), 1)]:
+            replica.samples = samples[worker.rank]
+            gradient = {"w": np.full(1000, (worker.rank + 1) * (value if worker.rank == 1 else 1), np.float32)}
+            replica.reduce(gradient)
+            replica.step()
+            sums.append([float(gradient["w"].min()), float(gradient["w"].max())])
+        assert sums[:3] == [[6, 6], [3, 3], [4, 4]], sums
+    """
+    done = run(script, "-n", "3")
+    assert done.description["exit_code"] == 0, done.output + done.log(0)
 
 
 TRAIN = """

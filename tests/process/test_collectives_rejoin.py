@@ -101,6 +101,8 @@ UNEVEN = """
     train("half", maniple.BSP(check_every=3), wire="bfloat16")
     train("both", maniple.BSP(norm="synchronised"), kind="norm", wire="bfloat16")
     train("moments", maniple.LocalSGD(2, momentum="average", check_every=2))
+    train("int4", maniple.BSP(check_every=3), wire="int4")
+    train("topk", maniple.LocalSGD(2, check_every=2), wire="topk")
 """
 
 

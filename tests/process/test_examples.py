@@ -363,6 +363,19 @@ def test_a_matrix_is_inverted_by_two_workers(tmp_path):
     assert np.abs(A @ run.center["inverse"] - np.eye(30)).max() < 1e-9
 
 
+@bare
+def test_gans_learn_alone_and_while_their_discriminators_change_places(tmp_path):
+    pytest.importorskip("torch")
+    found = re.findall(r"worker 0: (\d) of 8 Gaussians", alone("gan_swap.py", "--steps", "800"))
+    assert [int(count) >= 6 for count in found] == [True]
+    run = together(tmp_path, "gan_swap.py", "--steps", "800")
+    counts = [int(re.findall(r"worker \d: (\d) of 8 Gaussians", run.log(rank))[0]) for rank in range(2)]
+    assert min(counts) >= 6, counts
+    assert all(run.events(rank, "progress")[-1]["rounds"] == 16 for rank in range(2))
+    weight = "generator.0.weight", "discriminator.0.weight"
+    assert all(name in run.center for name in weight)
+
+
 def test_pixels_are_summed_alone():
     found = re.search(r"4000 batches, .* off by (\S+) at most", alone("pixel_sum.py"))
     assert found and float(found[1]) < 0.05

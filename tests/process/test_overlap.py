@@ -41,12 +41,12 @@ LESSONS = """
                 x = x + self.some(x)                               # used by worker 0 alone; `spare` by nobody
             return self.last(torch.tanh(self.middle(self.norm(x)))) + self.narrow.double()
 
-    def train(name, *, spare=False, wire=None, norm="averaged", way="plain"):
+    def train(name, *, spare=False, wire=None, norm="averaged", way="plain", op="mean"):
         for overlap in (False, True):
             torch.manual_seed(0)
             model = Net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-            rule = maniple.BSP(overlap=overlap, norm=norm, check_every=2)
+            rule = maniple.BSP(op=op, overlap=overlap, norm=norm, check_every=2)
             replica = worker.share(model, optimizer, rule=rule, wire=wire)
             for x, y in zip(X, Y):
                 x, y = x[mine], y[mine]
@@ -74,10 +74,30 @@ LESSONS = """
     train("spare", spare=True)
     train("clipped", way="clipped")
     train("half", wire="bfloat16")
+    train("int8", wire="int8")
+    train("topk", wire="topk")
     train("norm", norm="synchronised", spare=True)
+    train("sum", way="accumulated", op="sum")
+    for overlap in (False, True):                                  # a second pass would count the first one's sum again
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = worker.share(model, optimizer, rule=maniple.BSP(op="sum", overlap=overlap))
+        for number in range(2):                                    # the first step is left out, as GradScaler does
+            optimizer.zero_grad()
+            model(X[0], False).sum().backward()
+            replica.reduce()
+            replica.reduce()                                       # sums nothing twice
+            first = model.last.bias.grad[0].item()
+            found[f"first {overlap} {number}/"] = np.array([first])
+        try:
+            model(X[0], False).sum().backward()
+            replica.reduce()
+        except maniple.errors.InvalidArgument as error:
+            found[f"refused {overlap}"] = np.array(str(error))
+        optimizer.zero_grad()
     np.savez(f"{sys.argv[1]}-{worker.rank}.npz", **found)
 """
-SAME = ["twice", "kept", "accumulated", "all quiet", "quiet last", "spare", "clipped", "norm"]
+SAME = ["twice", "kept", "accumulated", "all quiet", "quiet last", "spare", "clipped", "norm", "sum"]
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +122,22 @@ def test_overlap_trains_as_without(lessons: Any, lesson: str):
         np.testing.assert_allclose(with_, without, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("lesson", [*SAME, "half"])
+@pytest.mark.parametrize("lesson", [*SAME, "half", "int8", "topk"])
 def test_replicas_are_the_same_to_the_bit(lessons: Any, lesson: str):
     assert of(lessons[0], f"{lesson}/True").tobytes() == of(lessons[1], f"{lesson}/True").tobytes()
 
 
-def test_half_precision_is_near_full_precision(lessons: Any):
-    np.testing.assert_allclose(of(lessons[0], "half/True"), of(lessons[0], "twice/True"), rtol=0.1, atol=0.02)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sum_is_not_summed_again(lessons: Any, overlap: bool):
+    for found in lessons:
+        for number in range(2):
+            assert of(found, f"first {overlap} {number}").tolist() == [24]  # 2 workers with 12 samples
+        assert "summed over 2 workers" in str(found[f"refused {overlap}"])
+
+
+@pytest.mark.parametrize("lesson", ["half", "int8"])
+def test_less_precision_is_near_full_precision(lessons: Any, lesson: str):
+    np.testing.assert_allclose(of(lessons[0], f"{lesson}/True"), of(lessons[0], "twice/True"), rtol=0.1, atol=0.02)
 
 
 def test_passes_in_no_sync_make_no_rounds(lessons: Any):

@@ -171,7 +171,10 @@ def test_the_command_line_chooses_rule_and_pace(run):
     """
     done = run(script, "-n", "1", "--rule", "downpour", "--every", "2")
     (share,) = done.events(0, "share")
-    assert (share["rule"], share["pace"]) == ("Downpour(compensate=False, sync=False, nonfinite='stop', overlap=False)", "Every(2)")
+    assert (share["rule"], share["pace"]) == (
+        "Downpour(compensate=False, sync=False, nonfinite='stop', overlap=False)",
+        "Every(2)",
+    )
     assert len(done.events(0, "exchange")) == 5
     assert done.center["w"].tolist() == [10.0] * 3
     limited = run(script, "-n", "1", "--rule", "easgd:alpha=0.25", "--maximum-rate", "0.1")

@@ -145,9 +145,13 @@ def test_encrypted_connections(serve, monkeypatch, tmp_path):
     assert (host.center["w"] == 40).all()
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8"])
-def test_bytes_of_packed_exchanges_are_those_of_the_formula(serve, wire):
-    host = serve("--wire", wire, "--rule", "easgd:alpha=0.5", "--every", "2")
+@pytest.mark.parametrize(
+    ("wire", "rule"),
+    [(wire, "easgd:alpha=0.5") for wire in ("bfloat16", "float16", "int8")]
+    + [(wire, "downpour") for wire in ("int8", "int4", "topk")],
+)
+def test_bytes_of_packed_exchanges_are_those_of_the_formula(serve, wire, rule):
+    host = serve("--wire", wire, "--rule", rule, "--every", "2")
     script = """
         import numpy as np, maniple
         worker = maniple.join()
@@ -163,12 +167,25 @@ def test_bytes_of_packed_exchanges_are_those_of_the_formula(serve, wire):
     counts = [102_100]  # both are in one chunk
     one_way = {"bfloat16": sum(2 * n for n in counts), "float16": sum(2 * n for n in counts)}
     one_way["int8"] = sum(n + 4 * -(-n // 256) for n in counts)
+    one_way["int4"] = sum(n // 2 + 4 * -(-n // 256) for n in counts)
+    kept = 64 * (102_100 // 4096) + -(-64 * (102_100 % 4096) // 4096)
+    one_way["topk"] = -(-12 * kept // 8) + -(-2 * kept // 8) + 8 * -(-102_100 // 4096)
+    reply = one_way["bfloat16"] if wire in {"int4", "topk"} else one_way[wire]  # values, which need more bits
     rows = host.events(0, "exchange")
     assert len(rows) == 10
-    assert {row["bytes"] for row in rows} == {2 * one_way[wire]}
+    assert {row["bytes"] for row in rows} == {one_way[wire] + reply}
     for row in rows:  # what really went through the sockets
         assert row["bytes"] <= row["wire_bytes"] <= 1.02 * row["bytes"]
-    assert np.allclose(host.center["w"], 1.1, atol=0.15)
+    if wire != "topk":  # which has sent an eighth of the values
+        assert np.allclose(host.center["w"], 1.1 if rule != "downpour" else 1.2, atol=0.15)
+
+
+def test_codec_for_changes_is_refused_with_a_rule_that_sends_values_before_anything_is_shared(serve):
+    host = serve("--wire", "int4")  # no rule is named, so it is easgd
+    output = failed(host.join(TRAINING.replace("rule=maniple.Downpour(), ", ""), "10"))
+    assert "wire='int4' carries changes only" in output and "downpour" in output
+    assert not host.events(0, "share")
+    assert host.end() == 0
 
 
 def test_worker_whose_host_is_gone_for_too_long_saves_its_replica_and_fails(serve, tmp_path):

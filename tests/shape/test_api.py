@@ -11,9 +11,9 @@ from maniple.cli import cli
 
 def test_the_public_names_are_these():
     assert sorted(maniple.__all__) == [
-        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "DiLoCo", "Downpour", "EASGD", "Every", "Feed", "LocalSGD",
-        "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
-        "Worker", "join",
+        "ASGD", "BSP", "BatchFiles", "Client", "Controller", "DiLoCo", "Downpour", "EAMSGD", "EASGD", "Every", "Feed",
+        "LocalSGD", "MSync", "ManipleError", "Pool", "Prefetch", "RateLimit", "Replica", "Rule", "Session", "StopAfter",
+        "Swap", "Tournament", "Worker", "join",
     ]  # fmt: skip
     assert all(hasattr(maniple, name) for name in maniple.__all__)
 

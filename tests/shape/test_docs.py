@@ -73,6 +73,9 @@ def test_a_rule_of_ones_own_works_as_printed(page):
             if "Halfway" in scope:
                 assert scope["Halfway"]().exchange(x, c, {}, ExchangeInfo()) is None
                 assert x.tolist() == c.tolist() == [2.0, 5.0]
+            elif "HalfMean" in scope:  # with real workers: process/test_own_synchronous_rules.py
+                scope["HalfMean"]().accept(x, c, {}, ExchangeInfo())
+                assert x.tolist() == [2.0, 5.0]
             else:
                 state = {"momentum": np.zeros(2), "past": c.copy(), "count": np.zeros(1)}
                 assert scope["HeavyBall"]().exchange(x, c, state, ExchangeInfo()) is None

@@ -10,11 +10,14 @@ from maniple.center.contributions import ErrorFeedback
 from maniple.contracts import Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout
+from maniple.wire import codecs, quantized, topk
 from maniple.wire.codecs import CODECS, get_codec
 from tests.unit.engines import engine
 
-NAMES = ["float32", "bfloat16", "float16", "int8"]
-SMALLER = NAMES[1:]
+NAMES = ["float32", "bfloat16", "float16", "int8", "int4", "topk"]
+DENSE = NAMES[:5]  # each value arrives, more or less exactly
+SMALLER = NAMES[1:4]  # those that carry values too
+CHANGES = NAMES[4:]
 LENGTHS = [0, 1, 255, 256, 257, 70_000]
 LARGEST = float(np.finfo(np.float32).max)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -56,34 +59,51 @@ def bound(name, values):
     if name == "float16":
         return size * 2**-10 + 2**-25
     groups = np.append(size, np.zeros(-size.size % 256)).reshape(-1, 256)
-    scale = np.repeat(groups.max(axis=1) / 127, 256)[: size.size]
+    scale = np.repeat(groups.max(axis=1), 256)[: size.size]
+    if name == "int4":
+        return np.maximum((2**0.5 - 1) * size, scale * 2**-7) * (1 + 1e-6) + 2**-149
+    scale /= 127
     return scale * (0.5 + 1e-4) + 127 * 2.0**-127  # scales below that have no inverse
 
 
-def test_there_are_four():
+def test_there_are_six():
     assert list(CODECS) == NAMES
     with pytest.raises(InvalidArgument, match="wire='gzip' is not a codec"):
         get_codec("gzip")
 
 
-@pytest.mark.parametrize("count", [*LENGTHS, 10**9])
+def test_codecs_for_changes_name_the_one_for_values():
+    assert [name for name in NAMES if get_codec(name).is_for_changes] == CHANGES
+    assert {get_codec(name).for_values for name in CHANGES} == {"bfloat16"}
+    assert all(get_codec(name).for_values == name for name in NAMES if name not in CHANGES)
+
+
+@pytest.mark.parametrize("count", [*LENGTHS, 4095, 4096, 4097, 10**9])
 def test_sizes_follow_their_formula(count):
-    groups = -(-count // 256)
+    groups, chunks = -(-count // 256), -(-count // 4096)
+    kept = 64 * (count // 4096) + -(-64 * (count % 4096) // 4096)
     sizes = {name: get_codec(name).size_bytes(count, 4) for name in NAMES}
-    assert sizes == {"float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count, "int8": count + 4 * groups}
+    assert sizes == {
+        "float32": 4 * count,
+        "bfloat16": 2 * count,
+        "float16": 2 * count,
+        "int8": count + 4 * groups,
+        "int4": -(-count // 2) + 4 * groups,
+        "topk": -(-12 * kept // 8) + -(-2 * kept // 8) + 8 * chunks,
+    }
     of_float64 = {name: get_codec(name).size_bytes(count, 8) for name in NAMES}
     assert of_float64 == sizes | {"float32": 8 * count}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("count", LENGTHS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE)
 def test_values_arrive_within_their_bound(name, count, dtype):
     values = some(count, dtype)
     assert (np.abs(travel(name, values) - values.astype(np.float64)) <= bound(name, values)).all()
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
 @given(values=VALUES)
 def test_any_finite_values_arrive_within_their_bound(name, values):
     got = travel(name, values)
@@ -116,14 +136,14 @@ def test_what_fits_exactly_arrives_exactly(name):
     np.testing.assert_array_equal(travel(name, values), values)
 
 
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", [*SMALLER, "int4"])
 def test_what_has_arrived_once_travels_on_unchanged(name):
     once = travel(name, some(1000))
     np.testing.assert_allclose(travel(name, once), once, rtol=1e-6 if name == "int8" else 0)
 
 
 @pytest.mark.parametrize("tiny", [1e-30, 1e-37, 2.0**-126, 1e-40, 2.0**-149])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE)
 def test_tiny_values_come_near_or_become_zero(name, tiny):
     values = np.float32([tiny, -tiny, 0, tiny / 2])
     got = travel(name, values)
@@ -131,7 +151,7 @@ def test_tiny_values_come_near_or_become_zero(name, tiny):
     assert (np.sign(got) * np.sign(values) >= 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE)
 def test_the_largest_values_stay_finite(name):
     values = np.float32([LARGEST, -LARGEST, 1, 65504, 65519, 65520, -1e6, 3.3895314e38, 3.3962e38])
     got = travel(name, values)
@@ -148,8 +168,9 @@ def test_what_is_not_finite_stays_so(name, bad, dtype):
         values[at] = bad
         got = travel(name, values)
         assert not np.isfinite(got[at])
-        if name == "int8":  # it has one scale for 256 values: all of them are refused
-            of_group = np.arange(300) // 256 == at // 256
+        if name in {"int8", *CHANGES}:  # values that share a scale or levels are all refused
+            group = 4096 if name == "topk" else 256
+            of_group = np.arange(300) // group == at // group
             assert (np.isfinite(got) == ~of_group).all()
         else:
             assert np.isfinite(np.delete(got, at)).all()
@@ -186,7 +207,7 @@ def test_packing_in_place_is_packing(name, count, dtype):
 
 
 @pytest.mark.parametrize(("count", "dtype"), LENGTHS_AND_DTYPES)
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_unpacking_in_place_is_unpacking(name, count, dtype):
     values = some(count, dtype)
     data = pack(name, values)
@@ -239,12 +260,14 @@ def test_plain_values_and_whole_numbers_are_sent_as_they_are():
         feedback = ErrorFeedback(layout, name)
         whole = np.arange(5)
         assert feedback.compress(1, whole) is whole
-        assert feedback.codec(0).name == name
+        assert feedback.compress_change(1, whole) is whole
+        assert feedback.codec(0).name == get_codec(name).for_values
+        assert feedback.codec(0, is_change=True).name == name
     real = some(5)
     assert ErrorFeedback(layout, "float32").compress(0, real) is real
 
 
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", [*SMALLER, "int4"])
 def test_a_change_becomes_what_is_really_said(name):
     feedback = ErrorFeedback(Layout([Entry("w", (300,), "float32")]), name)
     change = some(300)
@@ -252,3 +275,153 @@ def test_a_change_becomes_what_is_really_said(name):
     data = feedback.compress_change(0, change)
     np.testing.assert_array_equal(change, unpack(name, data, change))
     assert (np.abs(change - before) <= bound(name, before)).all()
+
+
+# The codecs for changes
+
+
+def test_int4_takes_the_nearest_level_by_the_logarithm():
+    levels = np.float32([0, *(2.0**-k for k in range(7))])
+    values = np.float32([1, *np.geomspace(2**-8, 1, 254), 0])
+    got = travel("int4", values)
+    assert set(got.tolist()) <= set(levels.tolist())
+    for value, found in zip(values, got, strict=True):
+        if value >= 2**-7:
+            assert abs(np.log2(found / value)) <= 0.5 + 1e-6 or found == np.float32(2**-6), value
+        else:
+            assert found == 0
+    np.testing.assert_array_equal(travel("int4", -values), -got)
+
+
+def test_int4_has_one_scale_for_256_values():
+    values = np.repeat(np.float32([1, 1e-6, 300]), 256)
+    np.testing.assert_array_equal(travel("int4", values), values)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4095, 4096, 4097, 40_000])
+def test_topk_sends_the_largest_of_each_chunk(count, dtype):
+    values = some(count, dtype)
+    got = travel("topk", values)
+    for start in range(0, count, 4096):
+        chunk, found = np.abs(values[start : start + 4096]), got[start : start + 4096]
+        kept = -(-64 * chunk.size // 4096)
+        sent = np.nonzero(found)[0]
+        assert sorted(sent) == sorted(np.argsort(-chunk, kind="stable")[:kept])
+        assert (np.sign(found[sent]) == np.sign(values[start + sent])).all()
+        assert len(set(np.abs(found[sent]).tolist())) <= 2
+        # Levels are means, so the magnitudes that are sent have their sum.
+        assert np.abs(found).sum() == pytest.approx(chunk[sent].sum(), rel=1e-5)
+
+
+def test_topk_of_equal_values_sends_the_first_and_of_two_sizes_sends_both_exactly():
+    np.testing.assert_array_equal(
+        np.nonzero(travel("topk", np.ones(5000, np.float32)))[0], [*range(64), *range(4096, 4111)]
+    )
+    values = np.zeros(4096, np.float32)
+    values[5:65], values[4000:4004] = -0.5, 8
+    np.testing.assert_array_equal(travel("topk", values), values)
+
+
+def test_bytes_of_topk_are_positions_then_values_then_levels():
+    values = np.zeros(130, np.float32)  # ceil(64 * 130 / 4096) = 3 of them are sent
+    values[[2, 100, 129]] = 4, -1, 6
+    positions = (2 | 100 << 12 | 129 << 24).to_bytes(5, "little")
+    assert pack("topk", values).tobytes() == positions + bytes([0b01_10_01]) + np.float32([1, 5]).tobytes()
+    assert topk.size_bytes(4096) == 64 * 14 // 8 + 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 9000))
+def test_any_bytes_of_the_right_size_decode_to_something(name, seed, count):
+    size = get_codec(name).size_bytes(count, 4)
+    data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    room = np.full(count + 64, 77, np.float32)
+    get_codec(name).unpack(data, room[32 : count + 32])
+    assert (room[:32] == 77).all() and (room[count + 32 :] == 77).all()
+
+
+def test_topk_ignores_positions_that_do_not_exist():
+    values = np.ones(10, np.float32)
+    data = pack("topk", values)
+    data[:2] = 0xFF  # position 4095 of 10
+    np.testing.assert_array_equal(unpack("topk", data, values), np.zeros(10))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@given(values=VALUES)
+def test_changes_of_any_size_arrive_finite_and_with_their_sign(name, values):
+    got = travel(name, values)
+    assert np.isfinite(got).all()
+    assert (np.sign(got) * np.sign(values) >= 0).all()
+    assert np.abs(got).max(initial=0) <= np.abs(values).max(initial=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_that_are_not_sent_stay_in_the_difference_and_arrive_later(name, dtype):
+    """As a replica sends them: what has arrived, and what is still to be sent, are all changes so far."""
+    count = 9000
+    feedback = ErrorFeedback(Layout([Entry("w", (count,), dtype)]), name)
+    rng, arrived, unsent, total = np.random.default_rng(1), np.zeros(count), np.zeros(count), np.zeros(count)
+    largest = 0.0
+    for _ in range(300):
+        step = rng.standard_normal(count) * 2.0 ** rng.integers(-6, 1, count)
+        total += step
+        change = (unsent + step).astype(dtype)
+        whole = change.astype(np.float64)
+        data = feedback.compress_change(0, change)
+        np.testing.assert_array_equal(change, unpack(name, data, change))
+        arrived += change
+        unsent = whole - change
+        largest = max(largest, np.abs(unsent).max())
+    np.testing.assert_allclose(arrived + unsent, total, atol=1e-3 if dtype == "float32" else 1e-9)
+    assert largest < 100, "what is not sent does not pile up"
+    feedback.compress(0, np.ones(count, dtype))  # a push of values takes the codec for values
+    assert feedback.size_bytes(0) == 2 * count
+
+
+# The compiled kernels
+
+BITS = hnp.arrays(np.uint32, st.integers(0, 700)).map(lambda bits: bits.view(np.float32))
+
+
+def with_kernels(module, name, values):
+    """The bytes, scales and values of one message."""
+    data = np.full(-(-values.size * int(name[3:]) // 8), 99, np.uint8)
+    scales, got = np.full(-(-values.size // 256), 99, np.float32), np.full_like(values, 77)
+    getattr(module, f"pack_{name}")(values, data, scales)
+    getattr(module, f"unpack_{name}")(data, scales, got)
+    return data.tobytes(), scales.tobytes(), got.tobytes()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@given(values=st.one_of(BITS, VALUES, VALUES.map(lambda v: v * np.float32(1e-37)), VALUES.map(np.float64)))
+def test_compiled_kernels_give_the_bits_of_numpy(name, values):
+    engine("numba")
+    from maniple.wire import quantized_compiled
+
+    assert with_kernels(quantized_compiled, name, values) == with_kernels(quantized, name, values)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_large_arrays_have_the_same_bits_too_and_may_be_packed_in_place(name):
+    engine("numba")
+    from maniple.wire import quantized_compiled
+
+    values = np.concatenate([some(100_001), some(300) * 1e-40, np.zeros(256)]).astype(np.float32)
+    values[70_000] = np.nan
+    expected = with_kernels(quantized, name, values)
+    assert with_kernels(quantized_compiled, name, values) == expected
+    there, scales = values.view(np.uint8)[: len(expected[0])], np.empty(-(-values.size // 256), np.float32)
+    getattr(quantized_compiled, f"pack_{name}")(values, there, scales)
+    assert (there.tobytes(), scales.tobytes()) == expected[:2]
+
+
+def test_codecs_use_the_compiled_kernels_once_they_are_loaded():
+    engine("numba")
+    values = some(1000)
+    before = {name: pack(name, values).tobytes() for name in ("int8", "int4")}
+    codecs.load_kernels()
+    assert codecs._active is not quantized
+    assert {name: pack(name, values).tobytes() for name in ("int8", "int4")} == before

@@ -212,14 +212,28 @@ def test_a_missing_script_is_not_answered_by_one_with_another_name(tmp_path):
 
 def resumed(run: Path, *words: str) -> Job:
     """The job of `maniple run --resume RUN`, with more words."""
+    return job_of("--resume", str(run), *words)
+
+
+def job_of(*words: str) -> Job:
+    """The job of `maniple run` with these words."""
     found: list[Job] = []
 
     @click.command(params=cli.commands["run"].params, context_settings={"allow_interspersed_args": False})
     def command(**options) -> None:
         found.append(job_from(**options))
 
-    command.main(["--resume", str(run), *words], standalone_mode=False)
+    command.main(list(words), standalone_mode=False)
     return found[0]
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+def test_a_codec_for_changes_is_refused_for_a_rule_that_sends_values(wire, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert job_of("--rule", "downpour", "--wire", wire, str(script)).wire == wire
+    with pytest.raises(InvalidArgument, match=f"wire='{wire}' carries changes only"):
+        job_of("--rule", "easgd", "--wire", wire, str(script))
 
 
 def write_run(run: Path, begun: Job, **about) -> None:
@@ -283,7 +297,8 @@ TORCHRUN = ExternalWorkers("torchrun", 2, tie=-1)
         ({"wire": "bfloat16"}, "bsp"),
         ({"rule": "easgd"}, None),  # named
         ({"pace": "every:10"}, "easgd"),  # values are exchanged, which bsp does not do
-        ({"wire": "int8"}, "easgd"),  # of asynchronous rules only
+        ({"wire": "int8"}, "bsp"),
+        ({"wire": "topk"}, "bsp"),  # gradients are changes
         ({"hosts": ("a", "b")}, "easgd"),
         ({"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),  # workers may join
         ({"devices": ("cuda:0", "cpu")}, "easgd"),  # of unequal speed
@@ -301,7 +316,7 @@ def test_default_rule_is_synchronous_only_for_equal_workers_of_one_machine(optio
     [
         ("bsp", {}, "bsp"),
         ("bsp", {"pace": "every:20"}, "easgd"),
-        ("bsp", {"wire": "int8"}, "easgd"),
+        ("bsp", {"wire": "int8"}, "bsp"),
         ("bsp", {"listen": Listen(Address("127.0.0.1", 0))}, "easgd"),
         ("bsp", {"script": None}, None),  # `maniple serve`, which workers anywhere join
         ("bsp", {"rule": "localsgd"}, None),

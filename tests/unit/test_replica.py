@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from maniple import BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Replica, Rule
+from maniple import ASGD, BSP, EASGD, Downpour, Every, LocalSGD, MSync, RateLimit, Replica, Rule
 from maniple.adapters import adapt
 from maniple.center import Segment, SharedCenter
 from maniple.clock import clock
@@ -18,7 +18,7 @@ from maniple.record import Events, read_events
 from maniple.replica import Sharing, sharing_for
 from maniple.replica.context import TrainingContext
 from maniple.replica.replica import DataTime
-from maniple.replica.sharing import check_collectives
+from maniple.replica.sharing import check_collectives, check_wire
 from maniple.worker.share_settings import check_restart
 from maniple.worker.worker import logged
 from tests.simulated_clock import SimulatedClock
@@ -397,6 +397,35 @@ def test_restarted_worker_cannot_join_two_synchronous_models(share):
 def test_first_of_the_workers_are_refused_what_needs_all_of_them(rule, wire, reason):
     with pytest.raises(InvalidArgument, match=rf"{reason}.*use BSP|{reason}.*Use BSP"):
         check_collectives(rule, Every(1), SingleWorker(), wire)
+
+
+class Values(Rule):
+    """Exchanges values, and keeps no center to compute changes from."""
+
+    is_synchronous = True
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+@pytest.mark.parametrize("rule", [EASGD(), ASGD(), Rule(), Values()], ids=repr)
+def test_codecs_for_changes_are_refused_for_rules_that_send_values(rule, wire):
+    with pytest.raises(
+        InvalidArgument, match=rf"wire='{wire}' carries changes only.*sends the.*values.*Use int8, or a rule"
+    ):
+        check_wire(rule, wire)
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+@pytest.mark.parametrize(
+    "rule", [Downpour(), Downpour(compensate=True), Downpour(sync=True), EASGD(sync=True), BSP(), LocalSGD(5)], ids=repr
+)
+def test_codecs_for_changes_carry_changes_gradients_and_differences(rule, wire):
+    check_wire(rule, wire)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
+def test_other_codecs_carry_everything(wire):
+    for rule in (EASGD(), Rule(), Values()):
+        check_wire(rule, wire)
 
 
 @pytest.mark.parametrize("rule", [EASGD(), Downpour(), BSP(), LocalSGD(1), MSync()], ids=repr)

@@ -369,7 +369,10 @@ def test_typo_in_a_rule_names_the_closest_one(typo, near):
 
 
 def test_unknown_rule_lists_those_there_are():
-    with pytest.raises(InvalidArgument, match=r"'xyz' \(rules: easgd, asgd, downpour, bsp, localsgd, msync, diloco\)"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"'xyz' \(rules: easgd, eamsgd, asgd, downpour, bsp, localsgd, msync, diloco, swap, tournament\)",
+    ):
         parse_rule("xyz")
 
 
@@ -377,6 +380,7 @@ def test_unknown_rule_lists_those_there_are():
     ("text", "words"),
     [
         ("easgd:alfa=0.5", "alfa.*alpha"),
+        ("eamsgd:delta=1", "delta=1.*less than 1"),
         ("easgd:alpha", "no value"),
         ("asgd:gamma=1", "gamma.*alpha, beta"),
         ("downpour:alpha=1", "alpha.*compensate"),
@@ -391,6 +395,8 @@ def test_unknown_rule_lists_those_there_are():
         ("bsp:overlap=0.5", "overlap"),
         ("bsp:overlap=true,average=parameters", "averages none"),
         ("bsp:overlap=true,nonfinite=skip", "Leave one of them out"),
+        ("bsp:op=max", "op='max' is none of mean, sum"),
+        ("bsp:op=sum,average=parameters", "whose sum is no model"),
         ("localsgd:nonfinite=ignore", "none of stop, skip"),
         ("easgd:nonfinite=skip", "sync=True"),
         ("downpour:nonfinite=skip", "sync=True"),
@@ -411,10 +417,12 @@ def test_bad_setting_of_a_rule_is_named(text, words):
         EASGD(),
         EASGD(0.5),
         EASGD(0.5, center_alpha=0.25),
+        maniple.EAMSGD(0.25, 0.9),
         ASGD(0.9, 0.1),
         Downpour(),
         Downpour(compensate=True),
         maniple.BSP(overlap=True),
+        maniple.BSP(op="sum"),
         maniple.EASGD(sync=True, nonfinite="skip"),
     ],
 )

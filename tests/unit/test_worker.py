@@ -157,12 +157,15 @@ def test_script_that_balances_samples_gets_no_synchronous_rule_by_default(joined
     assert worker._default_rule() == maniple.EASGD()
 
 
-def test_pace_or_wire_of_the_environment_excludes_bsp_as_the_default(joined, monkeypatch):
+def test_pace_of_the_environment_excludes_bsp_as_the_default_and_a_wire_does_not(joined, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
     asked = TWO.replace(default_rule="bsp", device="cpu")
-    for environment in (asked.replace(pace="every:20"), asked.replace(wire="int8")):
+    for environment, rule in (
+        (asked.replace(pace="every:20"), maniple.EASGD()),
+        (asked.replace(wire="int8"), maniple.BSP()),
+    ):
         monkeypatch.setattr(module, "_joined", None)
-        assert joined(environment)._default_rule() == maniple.EASGD()
+        assert joined(environment)._default_rule() == rule
 
 
 @pytest.mark.filterwarnings("error")

@@ -8,7 +8,7 @@ framework without hooks: the training loop calls `replica.step()` itself, and pa
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,17 @@ class Adapter:
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         """Set the optimizer to a state that `optimizer_state` has given."""
 
+    def use_nesterov(self, momentum: float) -> None:
+        """Let the optimizer step with Nesterov's momentum; InvalidArgument if it has none, or another one."""
+        raise InvalidArgument(
+            f"the rule needs an optimizer with Nesterov's momentum of {momentum:g}, but none was given that can have "
+            "it. Give share() a torch module and torch.optim.SGD(model.parameters(), lr=...), or choose EASGD."
+        )
+
+    def without_look_ahead(self) -> AbstractContextManager[None]:
+        """In this block, the parameters are without the look-ahead of Nesterov's momentum."""
+        return nullcontext()
+
     def reduce_moments(self, momentum: str, average: Average, gather: Gather) -> None:
         """When parameters are averaged: "keep" the optimizer's moments, "average" or "reset" them."""
 
@@ -237,8 +248,8 @@ class PassedGradients(FlatGradients):
             given[entry.name][...] = view.reshape(entry.shape)
 
 
-def choose_parameters(named: Mapping[str, Any], params: Params | None) -> set[str]:
-    """The names of the parameters to share: all of them for None."""
+def choose_parameters(named: Mapping[str, Any], params: Params | None, *, setting: str = "params") -> set[str]:
+    """The names of the parameters to share: all of them for None. `setting` is what an error calls `params`."""
     if params is None:
         return set(named)
     if callable(params):
@@ -246,21 +257,21 @@ def choose_parameters(named: Mapping[str, Any], params: Params | None) -> set[st
             chosen = {name for name, value in named.items() if params(name, value)}
         except TypeError as error:
             raise InvalidArgument(
-                f"params={params!r} cannot be called with a name and a parameter: {error}. Write for instance "
-                "params=lambda name, p: p.requires_grad."
+                f"{setting}={params!r} cannot be called with a name and a parameter: {error}. Write for instance "
+                f"{setting}=lambda name, p: p.requires_grad."
             ) from error
     else:
         patterns: list[Any] = [params] if isinstance(params, str) or not hasattr(params, "__iter__") else list(params)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise InvalidArgument(
-                f"params={params!r} chooses nothing: names, patterns or a function of name and parameter do. Write for "
-                'instance params=["head.*"].'
+                f"{setting}={params!r} chooses nothing: names, patterns or a function of name and parameter do. Write "
+                f'for instance {setting}=["head.*"].'
             )
-        chosen = {name for pattern in patterns for name in _matching(pattern, named)}
+        chosen = {name for pattern in patterns for name in _matching(pattern, named, setting)}
     if not chosen:
         raise InvalidArgument(
-            f"params={params!r} chooses none of the {len(named)} parameters ({_first_names(named)}), and at least 1 "
-            "must be shared. Choose others, or leave it out to share all."
+            f"{setting}={params!r} chooses none of the {len(named)} parameters ({_first_names(named)}), and at least 1 "
+            "must be chosen. Choose others, or leave it out to take all."
         )
     return chosen
 
@@ -272,13 +283,13 @@ def described_array(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}{'' if value.flags.writeable else ', read-only'}"
 
 
-def _matching(pattern: str, named: Mapping[str, Any]) -> list[str]:
+def _matching(pattern: str, named: Mapping[str, Any], setting: str) -> list[str]:
     if found := [pattern] if pattern in named else fnmatch.filter(named, pattern):
         return found
     near = difflib.get_close_matches(pattern, named, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else "Give a name, or a pattern such as 'head.*'."
     raise InvalidArgument(
-        f"params= has {pattern!r}, which is none of the {len(named)} parameters ({_first_names(named)}). {hint}"
+        f"{setting}= has {pattern!r}, which is none of the {len(named)} parameters ({_first_names(named)}). {hint}"
     )
 
 

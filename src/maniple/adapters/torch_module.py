@@ -8,7 +8,8 @@ where one pinned host buffer receives the whole model in asynchronous copies.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -21,7 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from maniple.adapters.base import Adapter, Average, Gather, Params, Unhook, choose_parameters
 from maniple.adapters.torch_flat import FlatParameters
 from maniple.adapters.torch_gradients import TorchBuckets, TorchGradients, normed_buffers, synchronise
-from maniple.adapters.torch_optimizer import average_moments, moments, packed, parameters_of, unpack
+from maniple.adapters.torch_optimizer import (
+    add_look_ahead,
+    average_moments,
+    moments,
+    packed,
+    parameters_of,
+    unpack,
+    use_nesterov,
+)
 from maniple.contracts import Array, Entry
 from maniple.errors import InvalidArgument
 from maniple.layout import Layout, dtype_name, flat_dtype
@@ -248,6 +257,19 @@ class TorchAdapter(Adapter):
     def restore_optimizer(self, arrays: dict[str, Array], plain: dict[str, Any]) -> None:
         if self._optimizer is not None:
             unpack(self._optimizer, arrays, plain)
+
+    def use_nesterov(self, momentum: float) -> None:
+        use_nesterov(self._optimizer, momentum)
+
+    @contextmanager
+    def without_look_ahead(self) -> Generator[None]:
+        assert self._optimizer is not None
+        shared = {id(p) for name, p in self._module.named_parameters() if name in self._shared_names}
+        add_look_ahead(self._optimizer, shared, -1.0)
+        try:
+            yield
+        finally:
+            add_look_ahead(self._optimizer, shared, 1.0)
 
     def reduce_moments(self, momentum: str, average: Average, gather: Gather) -> None:
         if self._optimizer is None or momentum == "keep":

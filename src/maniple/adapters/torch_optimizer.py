@@ -85,6 +85,37 @@ def average_moments(optimizer: Optimizer, average: Average, gather: Gather, loca
         tensor.copy_(flat.view(tensor.shape))
 
 
+def use_nesterov(optimizer: Optimizer | None, momentum: float) -> None:
+    """Set the optimizer's momentum, unless it has one already; InvalidArgument if it is another one."""
+    if not isinstance(optimizer, optim.SGD):
+        found = "no optimizer" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise InvalidArgument(
+            f"EAMSGD steps with Nesterov's momentum, which torch.optim.SGD has, but the model is shared with {found}. "
+            "Give share() torch.optim.SGD(model.parameters(), lr=...), or choose EASGD, for any optimizer."
+        )
+    for group in optimizer.param_groups:
+        if group["dampening"] or group["momentum"] not in {0, momentum}:
+            raise InvalidArgument(
+                f"the optimizer has momentum={group['momentum']!r} and dampening={group['dampening']!r}, but EAMSGD "
+                f"makes steps with momentum {momentum:g} and no dampening. Leave them out, or write "
+                f"EAMSGD(delta={group['momentum']!r})."
+            )
+        group["momentum"], group["nesterov"] = momentum, True
+
+
+@torch.no_grad()
+def add_look_ahead(optimizer: Optimizer, shared: Set[int], sign: float) -> None:
+    """Add the look-ahead of Nesterov's momentum to the parameters with the ids `shared`, or take it off with sign -1.
+
+    The velocity is v = -lr b, with the momentum buffer b, and the look-ahead is momentum v.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if buffer is not None and id(parameter) in shared:
+                parameter.add_(buffer, alpha=-sign * float(group["momentum"]) * float(group["lr"]))
+
+
 def _flat_dtype(tensor: Tensor) -> str:
     return "float64" if tensor.dtype == torch.float64 else "float32"
 

@@ -3,10 +3,11 @@
     SendValues     rules that send the replica's value (EASGD, ASGD)
     SendChanges    rules that send what the replica has changed (Downpour)
     Replace        the replica becomes the center (`replica.push()`)
-    Swap           a user's own rule, computed at the worker
+    SwapValues     a user's own rule, computed at the worker
 
 Values may be compressed, with error feedback: what rounding loses is added to the next message. Stich, Cordonnier,
-Jaggi: Sparsified SGD with memory (arXiv:1809.07599); Seide et al. (2014) for quantization.
+Jaggi: Sparsified SGD with memory (arXiv:1809.07599); Seide et al. (2014) for quantization. Where the codec is for
+changes only, values travel by another one (`Codec.for_values`): those that are pushed, and those in replies.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from maniple.center.shared import round_replica
 from maniple.contracts import Array, ExchangeInfo, Exchanger, OnValue, Operation, State
 from maniple.errors import BadFrame
 from maniple.layout import Layout
-from maniple.wire.codecs import Codec, get_codec
+from maniple.wire.codecs import Codec, get_codec, load_kernels_in_background
 from maniple.wire.frames import Stream
 from maniple.wire.messages import ExchangeReply, ExchangeRequest
 
@@ -38,35 +39,48 @@ class ErrorFeedback:
     One thread may compress while another receives.
     """
 
-    def __init__(self, layout: Layout, wire: str) -> None:
-        codec = get_codec(wire)
+    def __init__(self, layout: Layout, wire: str, *, parameter_count: int | None = None) -> None:
+        """The entries from `parameter_count` on are buffers and the like, which no codec for changes carries: an error
+        could make a variance negative."""
         self._layout = layout
-        self._codecs = [codec if c.dtype in {"float32", "float64"} else _UNCOMPRESSED for c in layout.chunks]
-        self._sizes = [
-            one.size_bytes(c.size, np.dtype(c.dtype).itemsize)
-            for one, c in zip(self._codecs, layout.chunks, strict=True)
-        ]
+        self._codecs: dict[bool, list[Codec]] = {}  # of each chunk; True: for changes
+        self._sizes: dict[bool, list[int]] = {}
+        for is_change, codec in (True, get_codec(wire)), (False, get_codec(get_codec(wire).for_values)):
+            codecs = [codec if c.dtype in {"float32", "float64"} else _UNCOMPRESSED for c in layout.chunks]
+            if codec.is_for_changes and parameter_count is not None:
+                for k, chunk in enumerate(layout.chunks):
+                    if codecs[k] is codec and any(part.entry >= parameter_count for part in chunk.parts):
+                        codecs[k] = get_codec(codec.for_values)
+            self._codecs[is_change] = codecs
+            self._sizes[is_change] = [
+                one.size_bytes(c.size, np.dtype(c.dtype).itemsize) for one, c in zip(codecs, layout.chunks, strict=True)
+            ]
+        load_kernels_in_background(wire, size_bytes=layout.size_bytes)
         self._errors: list[Array] | None = None  # allocated on first use
         self._outgoing = self._incoming = np.empty(0, np.uint8)
 
-    def codec(self, k: int, *, is_plain: bool = False) -> Codec:
-        """The codec of chunk k. Integers are never compressed, and nothing is if `is_plain`."""
-        return _UNCOMPRESSED if is_plain else self._codecs[k]
+    def codec(self, k: int, *, is_change: bool = False, is_plain: bool = False) -> Codec:
+        """The codec of chunk k, for values or changes. Integers are never compressed, and nothing is if `is_plain`."""
+        return _UNCOMPRESSED if is_plain else self._codecs[is_change][k]
 
-    def size_bytes(self, k: int, *, is_plain: bool = False) -> int:
+    def size_bytes(self, k: int, *, is_change: bool = False, is_plain: bool = False) -> int:
         """The size of chunk k on the wire."""
-        return self._layout.chunks[k].size_bytes if is_plain else self._sizes[k]
+        return self._layout.chunks[k].size_bytes if is_plain else self._sizes[is_change][k]
+
+    def total_bytes(self, *, is_change: bool = False, is_plain: bool = False) -> int:
+        """The size of all chunks on the wire, without headers."""
+        return self._layout.size_bytes if is_plain else sum(self._sizes[is_change])
 
     def compress(self, k: int, x: Array) -> Array:
         """Compress `x` and the error of the last message; keep the new error."""
-        codec = self._codecs[k]
+        codec = self.codec(k)
         if codec.is_plain:
             return x
         if self._errors is None:
             self._errors = self._layout.chunk_views(self._layout.allocate())
         error = self._errors[k]
         error += x
-        data = self._pack(k, error)
+        data = self._pack(codec, error)
         sent = np.empty_like(x)
         codec.unpack(data, sent)
         with np.errstate(invalid="ignore"):
@@ -79,10 +93,10 @@ class ErrorFeedback:
 
         The rest is not lost: it stays in the difference between the replica and the center.
         """
-        codec = self._codecs[k]
+        codec = self.codec(k, is_change=True)
         if codec.is_plain:
             return change
-        data = self._pack(k, change)
+        data = self._pack(codec, change)
         codec.unpack(data, change)
         return data
 
@@ -118,12 +132,12 @@ class ErrorFeedback:
         if size != expected:
             raise BadFrame(f"{size} bytes came for chunk {k}, which has {expected}.")
 
-    def _pack(self, k: int, values: Array) -> Array:
-        size = self.size_bytes(k)
+    def _pack(self, codec: Codec, values: Array) -> Array:
+        size = codec.size_bytes(values.size, values.itemsize)
         if self._outgoing.size < size:
             self._outgoing = np.empty(size, np.uint8)
         data = self._outgoing[:size]
-        self._codecs[k].pack(values, data)
+        codec.pack(values, data)
         return data
 
 
@@ -135,6 +149,7 @@ class Contribution(ABC):
 
     answer = answer_compressed = "none"  # what the reply holds: the replica's new "value", its "move", or "none"
     is_plain = False  # without compression
+    is_change = False  # the payload is a change, and not a value
     with_state = False  # the payload is a record: the chunk and the rule's state of it
 
     def __init__(
@@ -155,7 +170,7 @@ class Contribution(ABC):
     def request(self, k: int, sequence: int, item: int) -> ExchangeRequest:
         """The request for chunk k, as item `item` of exchange `sequence`."""
         center, operation = self._center, self._operation
-        codec = center.feedback.codec(k, is_plain=self.is_plain)
+        codec = center.feedback.codec(k, is_change=self.is_change, is_plain=self.is_plain)
         answer, seen = self.answer if codec.is_plain else self.answer_compressed, center.seen[k]
         weights = operation.a, operation.b
         return ExchangeRequest(
@@ -238,6 +253,7 @@ class SendChanges(Contribution):
     """
 
     answer = answer_compressed = "value"
+    is_change = True
 
     def __init__(
         self,
@@ -274,7 +290,10 @@ class SendChanges(Contribution):
                 own += c[part]
             np.copyto(own, c[part], where=~np.isfinite(own))
             x[part], old[part] = own, c[part]
+        unsent = x - old if k in self._center.layout.half_chunks else None
         self._commit(k, x, version)
+        if unsent is not None:  # the replica was rounded: it still differs from `old` by what is to be sent
+            np.subtract(x, unsent, out=old)
 
 
 class Replace(Contribution):
@@ -308,7 +327,7 @@ class Replace(Contribution):
             self._on_value(k, self._model.array(k))
 
 
-class Swap(Contribution):
+class SwapValues(Contribution):
     """Applies a user's own rule to one chunk: computed here on copies, which count once the host accepts them.
 
     The host swaps the center's value only if it has not been written since it was fetched (compare and swap).

@@ -13,7 +13,7 @@ import numpy as np
 
 from maniple.center.arrays import center_file
 from maniple.center.chunked_model import ChunkedModel, chunks_of
-from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, Swap
+from maniple.center.contributions import Contribution, ErrorFeedback, Replace, SendChanges, SendValues, SwapValues
 from maniple.center.shared import LOCK_TIMEOUT_S, chunk_bytes, is_operation_known, visiting_order
 from maniple.clock import STOPPED_HOLDER, Deadline, clock
 from maniple.connection.link import Link, check_reply
@@ -58,12 +58,13 @@ class TcpCenter:
         wire: str = "float32",
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
+        parameter_count: int | None = None,
     ) -> None:
-        """`live` returns p, the number of live workers, where another connection knows it better."""
+        """`live` returns p, the number of live workers, where another connection knows it better. Entries from
+        `parameter_count` on are buffers and the like."""
         self.link, self.name, self.layout = link, name, layout
-        self.feedback = ErrorFeedback(layout, wire)
+        self.feedback = ErrorFeedback(layout, wire, parameter_count=parameter_count)
         self.seen = [0] * len(layout.chunks)
-        self._size_bytes = sum(self.feedback.size_bytes(k) for k in range(len(layout.chunks)))  # one way
         self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._rank, self._deadline_s = rank, deadline_s
         self._live, self._last_live = live, 1
@@ -82,13 +83,23 @@ class TcpCenter:
         state: StateNames = NO_STATE,
         deadline_s: float = 60.0,
         live: Callable[[], int] | None = None,
+        parameter_count: int | None = None,
     ) -> tuple["TcpCenter", bool]:
         """Open the center `name` at the host, or create it from `model`; return it and whether it was created.
 
         `state` names what the rule keeps at the center, of zeros at first.
         """
         layout = Layout(model.entries, is_numeric=True, chunk_bytes=chunk_bytes(center_file(name)), state=state)
-        center = cls(link, name, layout, rank=rank, wire=wire, deadline_s=deadline_s, live=live)
+        center = cls(
+            link,
+            name,
+            layout,
+            rank=rank,
+            wire=wire,
+            deadline_s=deadline_s,
+            live=live,
+            parameter_count=parameter_count,
+        )
         return center, retry_until(link, lambda: center._open(model, note), deadline_s)
 
     def _open(self, model: FlatModel, note: str) -> bool:
@@ -136,7 +147,7 @@ class TcpCenter:
         with self._passing(model) as chunks:
             operation = rule.operation(moment) if is_operation_known(type(rule)) else None
             if operation is None:
-                outcome = self._swap(Swap(self, chunks, rule, state, moment), is_last=moment.is_last)
+                outcome = self._swap(SwapValues(self, chunks, rule, state, moment), is_last=moment.is_last)
             elif operation.is_change:
                 assert state is not None
                 if self._sent is None:
@@ -158,7 +169,7 @@ class TcpCenter:
         def push() -> Outcome:
             with self._passing(model) as chunks:
                 replace = Replace(self, chunks, on_value, state_copy)
-                outcome = self._run(replace, ways=1, locked_s=LOCK_TIMEOUT_S)
+                outcome = self._run(replace, locked_s=LOCK_TIMEOUT_S)
                 if outcome.locked:
                     raise WaitedTooLong(
                         f"waited {LOCK_TIMEOUT_S:g} s for the lock of parameter {outcome.locked[0]!r}. {STOPPED_HOLDER}"
@@ -201,7 +212,7 @@ class TcpCenter:
 
         torn = retry_until(self.link, pull, self._deadline_s)
         staleness = sum(stale.values()) / len(self.seen)
-        return Outcome(size_bytes=self._size_bytes, staleness=staleness, torn=torn).with_unique_names()
+        return Outcome(size_bytes=self.feedback.total_bytes(), staleness=staleness, torn=torn).with_unique_names()
 
     def fetch(
         self,
@@ -243,12 +254,16 @@ class TcpCenter:
     def close(self) -> None:
         """Do nothing: the link belongs to the worker."""
 
-    def _run(self, contribution: Contribution, *, ways: int = 2, locked_s: float = 0.0) -> Outcome:
+    def _run(self, contribution: Contribution, *, locked_s: float = 0.0) -> Outcome:
         """Contribute to all chunks. After a break, continue with those that were not applied.
 
         Chunks whose lock the host cannot take are tried again for `locked_s`, and then left out.
         """
-        outcome = Outcome(size_bytes=ways * self._size_bytes)
+        feedback, is_plain = self.feedback, contribution.is_plain
+        size_bytes = feedback.total_bytes(is_change=contribution.is_change, is_plain=is_plain)
+        if contribution.answer != "none":
+            size_bytes += feedback.total_bytes(is_plain=is_plain)
+        outcome = Outcome(size_bytes=size_bytes)
         waiting, deadline = self._order(), None  # since the first break without progress
         locked, locked_deadline = list[int](), Deadline(locked_s, slice_s=BLOCKED_S)
         while waiting:
@@ -288,8 +303,8 @@ class TcpCenter:
         self._last_live = outcome.live or self._last_live
         return unapplied
 
-    def _swap(self, swap: Swap, *, is_last: bool) -> Outcome:
-        outcome = Outcome(size_bytes=2 * self._size_bytes)
+    def _swap(self, swap: SwapValues, *, is_last: bool) -> Outcome:
+        outcome = Outcome(size_bytes=2 * self.layout.size_bytes)
         for k in self._order():
             deadline = Deadline(_SWAP_S, slice_s=BLOCKED_S)
             swap.is_done, torn, locked = False, list[str](), list[int]()

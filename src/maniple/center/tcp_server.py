@@ -28,7 +28,7 @@ from maniple.memory.locks import LockQueue
 from maniple.memory.segment import Segment, file_bytes
 from maniple.rules.diloco import DELAYED_NESTEROV
 from maniple.rules.kernels import numpy_kernels as blocks
-from maniple.wire.codecs import CODECS, Codec
+from maniple.wire.codecs import CODECS, Codec, load_kernels_in_background
 from maniple.wire.frames import NO_TIMEOUT_S, TIMEOUT_S, Stream
 from maniple.wire.messages import (
     AppliedQuery,
@@ -191,7 +191,7 @@ class CenterService:
             reply = ExchangeReply(
                 message.item, center.version(k), staleness, self._segment.live, is_clean, is_torn, is_done
             )
-            return (reply,) if message.answer == "none" else (reply, _pack_in_place(codec, value))
+            return (reply,) if message.answer == "none" else (reply, _pack_in_place(CODECS[codec.for_values], value))
 
         self._apply_or_abandon(message, center, apply)
 
@@ -258,7 +258,7 @@ class CenterService:
                 return reply, value
             value = self._staging.reserve(array.nbytes).view(array.dtype)
             value[:] = array
-            return reply, _pack_in_place(codec, value)
+            return reply, _pack_in_place(CODECS[codec.for_values], value)
 
         self._stream.send(*self._with_lock(center, k, copy, if_stuck=lambda: center.read_locked(k, copy)))
 
@@ -571,6 +571,7 @@ def _check_size(size: int, expected: int) -> None:
 def _checked_codec(name: str, array: Array) -> Codec:
     if name not in CODECS or (name != "float32" and array.dtype.kind != "f"):
         raise BadFrame(f"{array.dtype} values cannot be sent as {name!r}.")
+    load_kernels_in_background(name)
     return CODECS[name]
 
 

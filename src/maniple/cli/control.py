@@ -42,7 +42,7 @@ def change(
     HOST is a run folder that this machine can read, or HOST:PORT. NAME is a parameter of the rule (alpha,
     center_alpha, beta, compensate ...) or of the pace: `every`, in steps, or `maximum_rate`, a share of time. Changes
     also apply to workers that join later and after a restart of the host; the host and every worker record each one in
-    a row `changed`. Synchronous rules (bsp, localsgd, msync) cannot be changed.
+    a row `changed`. Synchronous rules (bsp, localsgd, msync, swap, tournament) cannot be changed.
 
     \b
       maniple change runs/last alpha=0.3

@@ -12,7 +12,7 @@ from maniple.host.listener import Listen
 from maniple.job import Job
 from maniple.launch.resume import repeated_options
 from maniple.pace import Every, RateLimit, parse_pace
-from maniple.replica.sharing import check_rule_and_pace
+from maniple.replica.sharing import check_rule_and_pace, check_wire
 from maniple.rules import parse_rule
 from maniple.settings.options import LaunchOptions, Limits, take
 from maniple.user_class import parse_class
@@ -43,6 +43,8 @@ def job_from(**options: Any) -> Job:
         rule = parse_rule(options["rule"])
         if pace is not None:
             check_rule_and_pace(rule, parse_pace(pace))
+        if options["wire"] is not None:
+            check_wire(rule, options["wire"])
     return Job(
         workers=workers * max(1, len(hosts)),
         pace=pace,

@@ -19,7 +19,11 @@ DTYPES = (
 )
 OPS = ("sum", "mean", "min", "max", "prod")
 WIRES = ("float32", "float16", "bfloat16")
-_KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident")
+RESIDENT_WIRES = (*WIRES, "int8", "int4", "topk")  # of vectors that are reduced again and again: errors are kept
+_KINDS = (
+    *("all_reduce", "reduce", "broadcast", "gather", "all_gather", "scatter", "barrier", "reside", "resident"),
+    "exchange_pairs",
+)
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast", "reside", "resident"}
 _INTEGERS = ("kind", "dtype", "op", "wire", "number", "size", "root")
 CALL = np.dtype([*((name, "<i8") for name in _INTEGERS), ("weight", "<f8")])  # a call in memory and in messages
@@ -30,6 +34,7 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         number: the calls of this group so far.
+        root: the worker that gives or gets values; in exchange_pairs, this worker's partner.
         weight: how often this worker's values count in a mean; below 0, they are not finite (`nonfinite_weight`).
     """
 
@@ -50,24 +55,26 @@ class CollectiveCall(NamedTuple):
     def from_record(cls, record: Sequence[float]) -> "CollectiveCall":
         """The inverse of `record`."""
         kind, dtype, op, wire, number, size, root = (int(value) for value in record[:7])
-        return cls(_KINDS[kind], DTYPES[dtype], size, OPS[op], root, WIRES[wire], float(record[7]), number)
+        return cls(_KINDS[kind], DTYPES[dtype], size, OPS[op], root, RESIDENT_WIRES[wire], float(record[7]), number)
 
     def matches(self, other: "CollectiveCall") -> bool:
-        """Whether both are the same call. Weights may differ, and the sizes of what is gathered or scattered."""
+        """Whether both are the same call. Weights and partners may differ, and the sizes of what is not reduced."""
         size = self.size if self.kind in _SAME_SIZE else other.size
-        return self._replace(size=size, weight=other.weight) == other
+        root = other.root if self.kind == "exchange_pairs" else self.root
+        return self._replace(size=size, root=root, weight=other.weight) == other
 
     def __str__(self) -> str:
         arguments = [f"{self.dtype}[{self.size}]"]
         arguments += [self.op] if self.kind in {"all_reduce", "reduce", "resident"} else []
         arguments += [f"root={self.root}"] if self.kind in {"reduce", "broadcast", "gather", "scatter"} else []
+        arguments += [f"partner={self.root}"] if self.kind == "exchange_pairs" else []
         arguments += [f"wire={self.wire}"] if self.wire != "float32" else []
         return f"call {self.number}, {self.kind}({', '.join(arguments if self.kind != 'barrier' else ())})"
 
 
 @functools.cache
 def _codes(kind: str, dtype: str, op: str, wire: str) -> tuple[int, int, int, int]:
-    return _KINDS.index(kind), DTYPES.index(dtype), OPS.index(op), WIRES.index(wire)
+    return _KINDS.index(kind), DTYPES.index(dtype), OPS.index(op), RESIDENT_WIRES.index(wire)
 
 
 def compare(rank: int, calls: Mapping[int, CollectiveCall]) -> None:
@@ -78,14 +85,45 @@ def compare(rank: int, calls: Mapping[int, CollectiveCall]) -> None:
                 f"worker {rank} made {calls[rank]}, but worker {other} made {call}. All workers make the same calls "
                 "in the same order, with the same dtype and size: look for a call that only some of them reach."
             )
+    for one, call in calls.items() if calls[rank].kind == "exchange_pairs" else ():
+        partner = calls.get(call.root)
+        if partner is not None and partner.root != one:
+            raise CallMismatch(
+                f"worker {one} exchanges with worker {call.root}, but that one with worker {partner.root}. Both must "
+                "name each other: compute all pairs from what all workers know, such as the ranks and a common seed."
+            )
 
 
 def check_values(dtype: str, wire: str) -> None:
     """Raise InvalidArgument for values that cannot be sent."""
     if dtype not in DTYPES:
         raise InvalidArgument(f"values of dtype {dtype} cannot be sent (one of {', '.join(DTYPES)}). Convert them.")
+    if wire in RESIDENT_WIRES[len(WIRES) :]:
+        raise InvalidArgument(
+            f"wire={wire!r} adds the errors of one round to the next, and a single call has no next one. Use one of "
+            f"{', '.join(WIRES)}, or share a model with it."
+        )
     if wire not in WIRES:
         raise InvalidArgument(f"wire={wire!r} is no wire format of collectives. Use one of {', '.join(WIRES)}.")
+
+
+def check_resident(dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for vectors that cannot be reduced again and again."""
+    if wire not in RESIDENT_WIRES:
+        raise InvalidArgument(
+            f"wire={wire!r} is no wire format of collectives. Use one of {', '.join(RESIDENT_WIRES)}."
+        )
+    check_values(dtype, "float32")
+
+
+def check_resident_reduction(op: str, dtype: str, wire: str) -> None:
+    """Raise InvalidArgument for vectors that cannot be reduced by `op`."""
+    check_resident(dtype, wire)
+    check_reduction(op, dtype, "float32")
+    if wire not in WIRES and op not in {"sum", "mean"}:
+        raise InvalidArgument(
+            f"wire={wire!r} keeps errors, which sums and means have, and {op} has none. Use bfloat16."
+        )
 
 
 def check_reduction(op: str, dtype: str, wire: str) -> None:

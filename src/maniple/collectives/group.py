@@ -12,7 +12,7 @@ from maniple.contracts import Array, BackgroundCollectives, ElasticMembership, R
 
 
 class CollectiveGroup(ABC):
-    """A group of workers (`contracts.Collectives`). An engine carries its calls in four ways."""
+    """A group of workers (`contracts.Collectives`). An engine carries its calls in five ways."""
 
     name = ""
     rank: int
@@ -66,6 +66,13 @@ class CollectiveGroup(ABC):
         sent = [packed(np.ascontiguousarray(part), wire) for part in parts or () if self.rank == root]
         return opened(self._scatter(CollectiveCall("scatter", dtype, root=root, wire=wire), sent), dtype, wire)
 
+    def exchange_pairs(self, x: Array, partner: int, *, wire: str = "float32") -> Array | None:
+        """The array of worker `partner`, who gets `x`; None without a partner, or if it was lost in the call."""
+        check_values(str(x.dtype), wire)
+        call = CollectiveCall("exchange_pairs", str(x.dtype), x.size, root=partner, wire=wire)
+        received = self._exchange_pairs(call, packed(x, wire))
+        return None if received is None else opened(received, call.dtype, wire)
+
     def barrier(self) -> None:
         """Wait until all workers are here."""
         self._collect(CollectiveCall("barrier"), np.empty(0, np.int64))
@@ -101,3 +108,7 @@ class CollectiveGroup(ABC):
     @abstractmethod
     def _scatter(self, call: CollectiveCall, parts: Sequence[Array]) -> Array:
         """Send the root's `parts`, as they travel, to the workers; gives this worker's part."""
+
+    @abstractmethod
+    def _exchange_pairs(self, call: CollectiveCall, values: Array) -> Array | None:
+        """Exchange `values`, as they travel, with the partner; None without one."""

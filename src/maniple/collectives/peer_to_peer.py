@@ -7,7 +7,7 @@ have no weights.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -19,18 +19,20 @@ from maniple.collectives.call import (
     CollectiveCall,
     LongWait,
     OnLongWait,
-    check_reduction,
-    check_values,
+    check_resident,
+    check_resident_reduction,
+    check_root,
     compare,
     counted,
     round_result,
 )
+from maniple.collectives.error_feedback import CompressedSlices, GatheredVector
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.reductions import combine
 from maniple.collectives.values import empty_packed, is_packed, opened
-from maniple.contracts import Array, ResidentVectors, Round
+from maniple.contracts import NO_EXACT, Array, ResidentVectors, Round
 from maniple.errors import CallMismatch, InvalidArgument, ManipleError, PeerLost, WaitedTooLong
-from maniple.wire.codecs import get_codec
+from maniple.wire.codecs import get_codec, load_kernels_in_background
 
 _CHECK_S = 0.5  # how often the thread that reports long waits looks
 _CALL_TAG, _VALUES_TAG, _RESIDENT_TAG = 1, 2, 3  # a call is never taken for values
@@ -53,21 +55,25 @@ class PeerToPeer(CollectiveGroup):
         """Report waits for other workers that take unusually long."""
         self._link.report_long_waits(on_report)
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
         """Vectors that are reduced in place, again and again."""
         if device != "cpu":
             raise InvalidArgument(
                 f"collectives {self.name!r} have no vectors on {device}, only on the CPU. Use --collectives torch."
             )
-        return self.register(sizes, wire, {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()})
+        return self.register(sizes, wire, {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}, exact)
 
-    def register(self, sizes: dict[str, int], wire: str, flat: dict[str, Array]) -> "PeerVectors":
+    def register(
+        self, sizes: dict[str, int], wire: str, flat: dict[str, Array], exact: Mapping[str, int] = NO_EXACT
+    ) -> "PeerVectors":
         """Check that all workers have vectors of the same sizes. `flat` is empty for those that lie elsewhere."""
         for dtype, size in sizes.items():
-            check_values(dtype, wire)
+            check_resident(dtype, wire)
             self._compare(CollectiveCall("reside", dtype, size, wire=wire))
         self._registered += 1
-        return PeerVectors(self._link, sizes, flat, wire, tag=_RESIDENT_TAG + 2 * self._registered)
+        return PeerVectors(self._link, sizes, flat, wire, tag=_RESIDENT_TAG + 2 * self._registered, exact=exact)
 
     def close(self) -> None:
         """Leave the group."""
@@ -111,6 +117,16 @@ class PeerToPeer(CollectiveGroup):
     def _scatter(self, call: CollectiveCall, parts: Sequence[Array]) -> Array:
         return self._exchange(call, dict(enumerate(parts)), is_taker=True)[call.root]
 
+    def _exchange_pairs(self, call: CollectiveCall, values: Array) -> Array | None:
+        link, partner = self._link, call.root
+        check_root(partner, self.ranks)
+        calls, _ = self._compare(call)
+        if partner == self.rank:
+            return None
+        received = empty_packed(calls[partner].size, call.dtype, call.wire)
+        link.finish(link.post(_VALUES_TAG, receive=[(partner, received)], send=[(partner, values)]), call.kind)
+        return received
+
     def _exchange(self, call: CollectiveCall, outgoing: dict[int, Array], *, is_taker: bool) -> dict[int, Array]:
         """Send each worker what `outgoing` has for it; gives what all have sent to this one, by rank."""
         link, nothing = self._link, np.empty(0, np.uint8)
@@ -136,25 +152,39 @@ class PeerToPeer(CollectiveGroup):
 class PeerVectors:
     """Vectors that are reduced in place (`contracts.ResidentVectors`). The call travels with the first values."""
 
-    def __init__(self, link: "PeerLink", sizes: dict[str, int], flat: dict[str, Array], wire: str, *, tag: int) -> None:
+    def __init__(
+        self,
+        link: "PeerLink",
+        sizes: dict[str, int],
+        flat: dict[str, Array],
+        wire: str,
+        *,
+        tag: int,
+        exact: Mapping[str, int] = NO_EXACT,
+    ) -> None:
         self._link, self._wire, self._tag = link, wire, tag
         self._dtype, self._size = next(iter(sizes), "float32"), sum(sizes.values())
         self.flat: dict[str, Any] = dict(flat)
-        self._slices = [_Slices(link, array, wire, tag=tag) for array in flat.values()]
+        self._slices = [
+            slices
+            for dtype, array in flat.items()
+            for slices in _slices_of(link, array, wire, tag=tag, exact=exact.get(dtype, 0))
+        ]
         self._rounds = 0
         self._sent: list[PeerMessage] = []
 
     def all_reduce(self, op: str, *, weight: float = 1.0) -> Round:
         """Replace the vectors by the reduction of all workers' vectors."""
-        self.send(op)
+        self.send(op, weight=weight)
         return self.finish(op, weight=weight)
 
-    def send(self, op: str) -> None:
+    def send(self, op: str, *, weight: float = 1.0) -> None:
         """Begin a round: send the others their slices of these vectors, which must not change any more."""
         self._link.check()
         for dtype in self.flat:
-            check_reduction(op, dtype, self._wire)
-        self._sent = [message for slices in self._slices for message in slices.exchange()]
+            check_resident_reduction(op, dtype, self._wire)
+        contributes = op != "mean" or weight > 0
+        self._sent = [message for slices in self._slices for message in slices.exchange(contributes=contributes)]
 
     def finish(self, op: str, *, weight: float = 1.0) -> Round:
         """Receive from the others, and combine."""
@@ -167,6 +197,7 @@ class PeerVectors:
         self._link.finish(messages, "an all_reduce")
         if not result.weight and op == "mean":
             return result
+        result.size_bytes = sum(slices.sent_bytes for slices in self._slices)
         for slices in self._slices:
             slices.combine(op, weights)
         self._link.finish([message for slices in self._slices for message in slices.spread()], "an all_reduce")
@@ -200,7 +231,7 @@ class BucketedPeerVectors:
     def begin(self, op: str, *, weight: float = 1.0) -> None:
         """Send the next part, which is complete."""
         part = self._parts[self._begun]
-        part.send(op)
+        part.send(op, weight=weight)
         self._tasks.put((part, op, weight))
         self._begun += 1
 
@@ -219,7 +250,8 @@ class BucketedPeerVectors:
             rounds.append(result)
         waited_s = min(blocked_s, sum(one.waited_s for one in rounds))
         # Values that are not finite are known with the last part at the latest.
-        return Round(rounds[0].ranks, rounds[0].weight, waited_s, rounds[-1].nonfinite)
+        size_bytes = sum(one.size_bytes for one in rounds)
+        return Round(rounds[0].ranks, rounds[0].weight, waited_s, rounds[-1].nonfinite, size_bytes)
 
     def close(self) -> None:
         """End the thread."""
@@ -359,8 +391,14 @@ class _Slices:
         self._own = self._slices[link.rank]
         self._received = {peer: np.empty_like(self._own) for peer in link.others}
 
-    def exchange(self) -> list[PeerMessage]:
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this worker sends in a round."""
+        return sum(self._slices[peer].nbytes + self._own.nbytes for peer in self._link.others)
+
+    def exchange(self, *, contributes: bool = True) -> list[PeerMessage]:
         """Send the others their slices of this vector, and receive this worker's slice of theirs."""
+        del contributes  # values without weight are sent too
         if self._is_packed:
             get_codec(self._wire).pack(self._flat, self._travel.view(np.uint8))
         return self._link.post(self._tag, receive=self._received.items(), send=self._of_others())
@@ -388,6 +426,25 @@ class _Slices:
 
     def _of_others(self) -> list[tuple[int, Array]]:
         return [(peer, self._slices[peer]) for peer in self._link.others]
+
+
+def _slices_of(
+    link: PeerLink, flat: Array, wire: str, *, tag: int, exact: int
+) -> Iterator[_Slices | CompressedSlices | GatheredVector]:
+    """How one vector is reduced: in slices; with a codec that keeps errors and is sparse, as a whole; `exact` values at
+    its end are not compressed."""
+    codec = get_codec(wire)
+    if not codec.keeps_errors or not is_packed(flat, wire):
+        yield _Slices(link, flat, wire, tag=tag)
+        return
+    load_kernels_in_background(wire, size_bytes=flat.nbytes)
+    coarse, rest = flat[: flat.size - exact], flat[flat.size - exact :]
+    if codec.is_sparse:
+        yield GatheredVector(link, coarse, codec, tag=tag)
+    else:
+        yield CompressedSlices(link, coarse, codec, _spans(coarse.size, link.size), tag=tag)
+    if exact:
+        yield _Slices(link, rest, "float32", tag=tag)
 
 
 def _spans(size: int, parts: int) -> list[slice]:

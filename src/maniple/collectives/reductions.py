@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from maniple.compiled import compiled
 from maniple.contracts import Array
-from maniple.rules.kernels import compiled
 
 JOURNAL_BYTES = 1 << 18
 _BLOCK = 1 << 16  # values: a sum stays in the cache until it is divided

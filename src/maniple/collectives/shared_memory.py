@@ -4,18 +4,18 @@ There is no root: each element is computed by one worker, in the order of the ra
 may join, leave and die at any time (`membership`). Values pass through slots (`slots`).
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 
-from maniple.collectives.call import CollectiveCall, OnLongWait, PassedOver, check_values
+from maniple.collectives.call import CollectiveCall, OnLongWait, PassedOver, check_resident
 from maniple.collectives.group import CollectiveGroup
 from maniple.collectives.membership import Membership
 from maniple.collectives.slots import InPlaceVectors, Slots, SlotTransfer
 from maniple.collectives.values import empty_packed
-from maniple.contracts import Array, ElasticMembership, ResidentVectors, Round
+from maniple.contracts import NO_EXACT, Array, ElasticMembership, ResidentVectors, Round
 from maniple.errors import PeerLost
 from maniple.memory.segment import Segment
 
@@ -81,12 +81,14 @@ class SharedMemoryCollectives(CollectiveGroup):
         """Reserve memory for calls with arrays of up to `size` bytes; larger ones go in pieces of some MB."""
         self._transfer.reserve(size)
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
         """Vectors that live in this worker's slot; those of a GPU are copied there."""
         del device
         for dtype in sizes:
-            check_values(dtype, wire)
-        return InPlaceVectors(self.membership, self._slots, sizes, wire=wire)
+            check_resident(dtype, wire)
+        return InPlaceVectors(self.membership, self._slots, sizes, wire=wire, exact=exact)
 
     @contextmanager
     def one_call(self) -> Generator[None]:
@@ -129,6 +131,11 @@ class SharedMemoryCollectives(CollectiveGroup):
             )
         index = known.tolist().index(self.rank)
         return np.split(values, np.cumsum(lengths))[index].copy()
+
+    def _exchange_pairs(self, call: CollectiveCall, values: Array) -> Array | None:
+        """A partner that is no member any more was lost, and shows nothing."""
+        partner = call.root if call.root != self.rank else None
+        return self._show(call, values, [] if partner is None else [partner]).get(-1 if partner is None else partner)
 
     def _show(self, call: CollectiveCall, values: Array, wanted: Sequence[int] | None) -> dict[int, Array]:
         def act() -> dict[int, Array]:

@@ -3,19 +3,21 @@ copied through them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maniple.collectives.call import CollectiveCall, check_reduction, counted, round_result
+from maniple.collectives.call import CollectiveCall, check_resident_reduction, counted, round_result
+from maniple.collectives.error_feedback import InPlaceFeedback
 from maniple.collectives.membership import Membership
 from maniple.collectives.reductions import JOURNAL_BYTES, SlicePart, block_bytes, bounds, warm_up
-from maniple.collectives.values import rounded
-from maniple.contracts import Array, Round
+from maniple.collectives.values import is_packed, rounded
+from maniple.contracts import NO_EXACT, Array, Round
 from maniple.errors import LayoutMismatch
 from maniple.memory.shm import map_file
+from maniple.wire.codecs import get_codec, load_kernels_in_background
 
 _PIECE_BYTES = 4 << 20  # larger pieces leave the cache, and are slower where each worker has a core
 _PAGE = 4096
@@ -171,7 +173,8 @@ class InPlaceVectors:
     """This worker's vectors, and those of the others as this worker sees them (`contracts.ResidentVectors`).
 
     Args:
-        wire: half precision rounds the vectors before and after each round, so that all engines give similar results.
+        wire: compression changes the vectors before and after each round, so that all engines give similar results.
+        exact: how many values at the end of each vector codecs that keep errors leave as they are.
         slot: the serial number and memory of a slot that calls share; else the vectors get their own slot, and
             compiled kernels, which take a second to load.
     """
@@ -184,6 +187,7 @@ class InPlaceVectors:
         *,
         wire: str = "float32",
         slot: tuple[int, Array] | None = None,
+        exact: Mapping[str, int] = NO_EXACT,
     ) -> None:
         self._membership, self._slots, self._sizes, self._wire = membership, slots, sizes, wire
         self._dtype, self._count = next(iter(sizes), "float32"), sum(sizes.values())
@@ -203,19 +207,33 @@ class InPlaceVectors:
         self._parts: list[SlicePart] = []
         self._ended: tuple[int, ...] = ()  # the members at the end of the last round
         self.flat: dict[str, Any] = self._own.flat
+        self._feedback: InPlaceFeedback | None = None
+        if (codec := get_codec(wire)).keeps_errors:
+            load_kernels_in_background(wire, size_bytes=self._bytes)
+            vectors = [
+                vector[: vector.size - exact.get(dtype, 0)]
+                for dtype, vector in self._own.flat.items()
+                if is_packed(vector, wire)
+            ]
+            self._feedback = InPlaceFeedback(codec, vectors)
+        self._members: tuple[tuple[int, int], ...] = ()  # of the last round: rank, and the barrier it has joined at
 
     def all_reduce(self, op: str, *, weight: float = 1.0, quorum: int = 0) -> Round:
         """Replace the vectors by the reduction of all workers' vectors; afterwards newcomers may begin."""
         if op not in self._checked:
             for dtype in self._sizes:
-                check_reduction(op, dtype, self._wire)
+                check_resident_reduction(op, dtype, self._wire)
             self._checked.add(op)
         if not self._membership.has_joined:
             self._membership.join()
-        self._round()
+        self._compress(contributes=op != "mean" or weight > 0)
         call = CollectiveCall("resident", self._dtype, self._count, op, 0, self._wire, weight)
         result = self.reduce(call, quorum)
-        self._round()
+        if self._feedback is not None:
+            self._feedback.finish(self._members, has_result=op != "mean" or result.weight > 0)
+        else:
+            self._compress(contributes=False)
+        result.size_bytes = sum(vector.nbytes for vector in self.flat.values())
         self._membership.end_round(self._ended)
         return result
 
@@ -230,6 +248,7 @@ class InPlaceVectors:
             told = [table.weight[rank, parity] for rank in ranks]
             weights = counted(told)
             views = self._find_views(ranks, parity)
+            self._members = tuple((rank, table.first[rank]) for rank in ranks)
             if len(ranks) > 1 and (op != "mean" or sum(weights) > 0):
                 finish = functools.partial(self._combine_for, ranks, views, op, weights)
                 self._combine(views, ranks.index(membership.rank), op, weights)
@@ -239,8 +258,10 @@ class InPlaceVectors:
         self._ended = membership.arrive(call, slot=self._serial, is_end=True, finish=finish)
         return round_result(op, ranks, told, membership.waited_s - waited)
 
-    def _round(self) -> None:
-        if self._wire != "float32":
+    def _compress(self, *, contributes: bool) -> None:
+        if self._feedback is not None:
+            self._feedback.compress(contributes=contributes)
+        elif self._wire != "float32":
             for vector in self.flat.values():
                 vector[:] = rounded(vector, self._wire)
 

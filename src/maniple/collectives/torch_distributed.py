@@ -6,7 +6,7 @@ before NCCL, which cannot name the missing worker, begins to wait.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import torch.distributed
 
 from maniple.clock import Deadline
 from maniple.collectives.call import check_reduction
-from maniple.collectives.peer_to_peer import BucketedPeerVectors, PeerLink, PeerMessage, PeerToPeer
+from maniple.collectives.peer_to_peer import BucketedPeerVectors, PeerLink, PeerMessage, PeerToPeer, PeerVectors
 from maniple.collectives.reductions import normalized
-from maniple.contracts import Array, Bucket, BucketedVectors, ResidentVectors, Round
+from maniple.contracts import NO_EXACT, Array, Bucket, BucketedVectors, ResidentVectors, Round
 from maniple.environment import Environment
 from maniple.errors import InvalidArgument, WaitedTooLong
 from maniple.settings.options import COLLECTIVES_DEADLINE_S
+from maniple.wire.codecs import get_codec
 
 dist: Any = torch.distributed  # its types are incomplete, as are those of its submodule
 c10d: Any = torch.distributed.distributed_c10d
@@ -73,22 +74,32 @@ class TorchCollectives(PeerToPeer):
         _await_all(store, rank, world, deadline_s)
         return cls(_GlooLink(store, rank, world, deadline_s), deterministic=deterministic)
 
-    def reside(self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu") -> ResidentVectors:
+    def reside(
+        self, sizes: dict[str, int], *, wire: str = "float32", device: str = "cpu", exact: Mapping[str, int] = NO_EXACT
+    ) -> ResidentVectors:
         """NumPy arrays on the CPU; tensors on another device, reduced by its own library."""
         if device == "cpu":
-            return super().reside(sizes, wire=wire)
+            return super().reside(sizes, wire=wire, exact=exact)
         return DeviceVectors(self, sizes, wire, device, is_ordered=self._is_deterministic)
 
     def reside_in_parts(
-        self, sizes: dict[str, int], parts: Sequence[Bucket], *, wire: str = "float32", device: str = "cpu"
+        self,
+        sizes: dict[str, int],
+        parts: Sequence[Bucket],
+        *,
+        wire: str = "float32",
+        device: str = "cpu",
+        exact: Mapping[str, int] = NO_EXACT,
     ) -> BucketedVectors:
         """The same, where parts that are complete travel while the others are computed."""
         if device != "cpu":
             return DeviceVectors(self, sizes, wire, device, parts=parts, is_ordered=self._is_deterministic)
         flat = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
-        vectors = [
-            self.register({dtype: stop - start}, wire, {dtype: flat[dtype][start:stop]}) for dtype, start, stop in parts
-        ]
+        vectors: list[PeerVectors] = []
+        for dtype, start, stop in parts:
+            its_exact = max(0, stop - max(start, sizes[dtype] - exact.get(dtype, 0)))
+            part = {dtype: flat[dtype][start:stop]}
+            vectors.append(self.register({dtype: stop - start}, wire, part, {dtype: its_exact}))
         self._bucketed.append(BucketedPeerVectors(flat, vectors))
         return self._bucketed[-1]
 
@@ -116,6 +127,10 @@ class DeviceVectors:
         is_ordered: bool,
         parts: Sequence[Bucket] = (),
     ) -> None:
+        if get_codec(wire).keeps_errors:
+            raise InvalidArgument(
+                f"wire={wire!r} works on the CPU, and these vectors are on {device}. Use bfloat16 for them."
+            )
         self._calls = collectives.register(sizes, wire, {})
         self._size, self._rank = len(collectives.ranks), collectives.rank
         self._wire, self._is_ordered = wire, is_ordered
@@ -149,6 +164,8 @@ class DeviceVectors:
             work.wait()
         self._under_way.clear()
         self._begun = 0
+        sizes = [part.numel() * (part.element_size() if self._wire == "float32" else 2) for part in self._parts]
+        self._round.size_bytes = 2 * (self._size - 1) * sum(sizes) // self._size
         return self._round
 
     def _reduce(self, flat: Any, op: str, weights: Sequence[float]) -> None:

@@ -92,7 +92,7 @@ def is_tensor(x: Any) -> bool:
 
 
 def is_packed(values: Array, wire: str) -> bool:
-    """Whether values travel in half precision: larger floating-point ones, if `wire` asks for it."""
+    """Whether values are compressed: floating-point ones of more than half precision, if `wire` asks for it."""
     return wire != "float32" and values.dtype in {np.dtype(np.float32), np.dtype(np.float64)}
 
 

@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 
 from maniple.collectives.values import is_tensor
+from maniple.compiled import compiled
 from maniple.contracts import Array, Collectives
 from maniple.errors import InvalidArgument
 from maniple.pool.data import LINE, Data, Handle, assign, is_numpy_compatible
 from maniple.pool.outputs import Ops, OutputReducer, check_ops, split_pair
 from maniple.pool.training import TrainingFunction, TrainingPhase
-from maniple.rules.kernels import compiled
 
 ArgumentKey = int | str  # the position or the name of an argument
 Rows = range | Array

@@ -85,6 +85,7 @@ class TrainingContext:
         has_left, has_failed: the worker has left the run; its script has failed.
         is_data_divided: a feed or the script itself gives each worker its own data, or the warning has been given.
         followed: the changed settings that all replicas follow.
+        logged: the newest value of each name that the script has logged, but for those about the center.
     """
 
     def __init__(
@@ -107,6 +108,13 @@ class TrainingContext:
         self.has_left = self.has_failed = False
         self.is_data_divided = environment.own_data
         self.followed = self.host.changes
+        self.logged: dict[str, Any] = {}
+
+    def noted(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Note the values of a logged row, by which some rules compare workers; gives the row."""
+        if "center" not in row:
+            self.logged |= row
+        return row
 
     def follow_changes(self) -> None:
         """Apply the settings that `maniple change` has changed to all replicas."""

@@ -11,7 +11,7 @@ from maniple.contracts import Bucket, Outcome, Round
 from maniple.errors import Diverged
 from maniple.layout import Layout
 from maniple.record import Events
-from maniple.rules import Rule
+from maniple.rules import Pairwise, Rule
 
 _LIMIT = 3  # in a row: one or two may be a bad batch, three are a training that has diverged
 
@@ -79,7 +79,10 @@ class Contributions:
             self._events.write("nonfinite", step=step, parameter=name, in_a_row=self.in_a_row[self._rank])
         if is_skipping and most < _LIMIT:
             if self._rank in made.nonfinite:
-                warnings.warn(f"{what} of this worker is not finite in step {step}: left out of the mean", stacklevel=4)
+                whole = "pairs" if isinstance(self._rule, Pairwise) else "mean"
+                warnings.warn(
+                    f"{what} of this worker is not finite in step {step}: left out of the {whole}", stacklevel=4
+                )
             return None
         who = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
         again = f", and {most} times in a row (limit {_LIMIT})" if is_skipping else ""

@@ -72,6 +72,8 @@ class Replica:
         self.start = self._last_step = self.progress.start
         self._model, self._context = model, context
         self._rows = ExchangeRows(context.events)
+        if rule.nesterov is not None:
+            model.use_nesterov(rule.nesterov)
         sharing.attach(self, model, context)
         self._unhook: list[Callable[[], None]] = [model.on_step(self.step), model.on_forward(self.between.forward)]
 

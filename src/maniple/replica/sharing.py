@@ -5,6 +5,7 @@
     warm_up                  the same, after synchronous rounds
     synchronous_gradients    all workers average their gradients before each step, by collectives
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
+    pairwise                 pairs of workers exchange their parameters after every k steps, by collectives
 
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
@@ -15,13 +16,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
-from maniple.contracts import Array, Center, Collectives, OnValue, State, StateNames
+from maniple.contracts import Array, Center, Collectives, ExchangeInfo, OnValue, State, StateNames
 from maniple.errors import Conflict, InvalidArgument
 from maniple.layout import RuleState
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
-from maniple.rules import Rule
+from maniple.rules import Pairwise, Rule
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -209,6 +210,10 @@ def sharing_for(
         from maniple.replica.synchronous_gradients import SynchronousGradients
 
         return SynchronousGradients(center, collectives, wire=wire)
+    if isinstance(rule, Pairwise):
+        from maniple.replica.pairwise import SynchronousPairs
+
+        return SynchronousPairs(center, collectives, wire=wire)
     from maniple.replica.synchronous_values import SynchronousValues
 
     return SynchronousValues(center, collectives, wire=wire)
@@ -228,6 +233,27 @@ def check_rule_and_pace(rule: Rule, pace: Pace) -> None:
         )
     if (rule.is_synchronous or rule.warm) and not isinstance(pace, Every):
         raise Conflict(f"{rule!r} needs all workers at the same step, but {pace!r} is each worker's own. Use Every(k).")
+
+
+def check_wire(rule: Rule, wire: str) -> None:
+    """Raise InvalidArgument for a codec of changes (int4, topk) if the rule sends values."""
+    from maniple.center.shared import is_operation_known
+    from maniple.wire.codecs import get_codec
+
+    if not get_codec(wire).is_for_changes:
+        return
+    if rule.is_synchronous:
+        sends_changes = rule.averages_gradients or rule.offers_changes or "center" in rule.worker_vectors
+        remedy = "int8, or a rule that keeps `center` at each worker, from which changes are computed"
+    else:
+        operation = rule.operation(ExchangeInfo()) if is_operation_known(type(rule)) else None
+        sends_changes = operation is not None and operation.is_change
+        remedy = "int8, or a rule that sends changes (downpour)"
+    if not sends_changes:
+        raise InvalidArgument(
+            f"wire={wire!r} carries changes only, since so few bits of a parameter are useless, but {rule!r} sends the "
+            f"parameters' values. Use {remedy}."
+        )
 
 
 def check_collectives(rule: Rule, pace: Pace, collectives: Collectives, wire: str) -> None:

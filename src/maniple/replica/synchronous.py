@@ -279,8 +279,13 @@ class Synchronous(Sharing):
         if not self._finish_rounds():
             return
         is_newest = self._shadow() if self._elastic is None else self._elastic.is_current
-        if is_newest:  # else other workers know more, and update the center
+        if is_newest and self._publishes_last:  # else other workers know more, and update the center
             self.publish()
+
+    @property
+    def _publishes_last(self) -> bool:
+        """This worker may publish when it leaves: what the center shows is the same in all workers."""
+        return True
 
     def _finish_rounds(self) -> bool:
         """Share the last steps; False if that is impossible now."""

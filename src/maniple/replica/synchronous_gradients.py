@@ -14,6 +14,7 @@ from maniple.layout import Layout
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import nonfinite_entry
 from maniple.replica.synchronous import Synchronous
+from maniple.wire.codecs import get_codec
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -28,19 +29,25 @@ class SynchronousGradients(Synchronous):
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         model, rule, background = self._model, self._rule, self._collectives.background
+        is_coarse = get_codec(self._wire).keeps_errors
+        if is_coarse and model.device != "cpu":
+            background = None  # these codecs compute on the CPU
         buckets = model.buckets(norm=rule.norm) if rule.overlap and background is not None else None
         self._overlap: _Overlap | None = None
         self._gradients: FlatGradients
         if buckets is not None and background is not None:
+            exact = {"exact": buckets.layout.sizes_from(buckets.gradient_count)} if is_coarse else {}
             resident = background.reside_in_parts(
-                buckets.layout.sizes, buckets.parts, wire=self._wire, device=model.device
+                buckets.layout.sizes, buckets.parts, wire=self._wire, device=model.device, **exact
             )
             self._overlap = _Overlap(buckets, resident)
             self._gradients = buckets
         else:
             self._gradients = model.gradients(norm=rule.norm)
             device = "cpu" if background is None else model.device
-            resident = self._collectives.reside(self._gradients.layout.sizes, wire=self._wire, device=device)
+            layout = self._gradients.layout
+            exact = {"exact": layout.sizes_from(self._gradients.gradient_count)} if is_coarse else {}
+            resident = self._collectives.reside(layout.sizes, wire=self._wire, device=device, **exact)
         self._is_reduced = False  # the next step has averaged gradients
         self._is_averaged = True  # no backward pass has added to them since, as far as is known
         self._is_watching = False  # backward passes report new gradients
@@ -51,6 +58,8 @@ class SynchronousGradients(Synchronous):
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
         self._gradients.place(self._resident.flat)
+        gradients = self._gradients.layout.places[: self._gradients.gradient_count]
+        self._ends = {dtype: stop for dtype, _, stop in gradients}  # where the gradients of a flat vector end
         self._unhook += [model.before_step(self._before_step), model.before_foreign_step(self._before_foreign_step)]
         if self._overlap is not None:
             self._unhook.append(self._overlap.buckets.watch(self._send_bucket, self._end_backward))
@@ -94,7 +103,7 @@ class SynchronousGradients(Synchronous):
                     "loss.backward()."
                 )
             return
-        if self._is_finished:
+        if self._is_finished or (gradients is None and self._is_summed()):
             return
         replica = self.replica
         self._prepare_round()
@@ -109,15 +118,33 @@ class SynchronousGradients(Synchronous):
                 weight = self._contributions.checked_weight(weight, self._resident.flat)
             self._all_reduce(weight)
             self._check_round(is_deferred=is_deferred)
+            if self._rule.op == "sum" and self._last.weight > 1:  # the round has computed the mean
+                for dtype, stop in self._ends.items():
+                    self._resident.flat[dtype][:stop] *= self._last.weight
             self._gradients.deliver(gradients)
             self._complete_round()
         finally:
             replica.is_exchanging = False
-        replica.progress.round(len(self._last.ranks), self._layout.size_bytes)
+        replica.progress.round(len(self._last.ranks), self._last.size_bytes)
         replica.spent_s += clock.monotonic() - begin
         self._is_reduced = self._is_averaged = True
         if self._context.exit_code is not None:
             self._context.exit_if_signalled()
+
+    def _is_summed(self) -> bool:
+        """The gradients are a sum already, which must not be summed again before the next step.
+
+        A mean of equal values may be repeated, and those of later backward passes are added to it; a sum may not.
+        """
+        if self._rule.op != "sum" or not self._is_reduced or not self._gradients.is_delivered:
+            return False
+        if self._is_averaged:
+            return True
+        raise InvalidArgument(
+            f"a backward pass has added to gradients that were summed over {len(self._last.ranks)} workers, and the "
+            "next sum would count these again (op='sum'). Call replica.reduce() after the last backward pass of a "
+            "step, and optimizer.zero_grad(), with set_to_none=True, after a step that was left out."
+        )
 
     def _check_round(self, *, is_deferred: bool) -> None:
         made = self._last
@@ -159,10 +186,12 @@ class SynchronousGradients(Synchronous):
             return
         with self._overlap.buckets.paused():
             yield
-        self._is_reduced = self._is_averaged = False  # an earlier pass may have been averaged, and there is more now
+        self._is_averaged = False  # an earlier pass may have been averaged, and there is more now
+        self._is_summed()  # an error
+        self._is_reduced = False
 
     def _weight(self) -> float:
-        """This worker's weight in the mean: the samples of its batch."""
+        """This worker's weight in the mean: the samples of its batch. In a sum all workers with samples are equal."""
         samples = self.replica.samples
         if samples is None:
             return 1.0
@@ -170,7 +199,7 @@ class SynchronousGradients(Synchronous):
             raise InvalidArgument(
                 f"replica.samples={samples!r} cannot weight gradients. Give the number of samples, 0 or more."
             )
-        return float(samples)
+        return float(samples > 0) if self._rule.op == "sum" else float(samples)
 
     def _before_foreign_step(self, parameters: Sequence[Any]) -> None:
         """Average before a step of an optimizer that was not given to share(), if it trains shared parameters."""
@@ -209,6 +238,8 @@ class SynchronousGradients(Synchronous):
 
     def _end_backward(self) -> None:
         """Average the gradients at the end of a backward pass; earlier ones are equal in all workers."""
+        self._is_averaged = False
+        self._is_summed()  # an error
         self._is_reduced = False
         self._average(is_deferred=True)
 

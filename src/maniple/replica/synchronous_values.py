@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from maniple.replica.in_background import BackgroundCall
 from maniple.replica.nonfinite import is_finite
 from maniple.replica.replica import TrainingMark
 from maniple.replica.synchronous import Synchronous
+from maniple.wire.codecs import get_codec
 
 
 class Fragment:
@@ -49,16 +51,22 @@ class SynchronousValues(Synchronous):
 
     def _open_vectors(self) -> tuple[Layout, ResidentVectors]:
         rule, model, entries = self._rule, self._model, self._layout.entries
+        is_coarse = get_codec(self._wire).keeps_errors
         local = {i for i in range(len(entries)) if rule.norm == "local" and model.is_buffer(i)}
         self._fragments: list[Fragment] = []
         for which in fragments_of(entries, rule.fragments):
             layout = self._layout if rule.fragments == 1 else Layout([entries[i] for i in which])
-            resident = self._collectives.reside(layout.sizes, wire=self._wire)
+            # An error must not make a variance negative: only parameters are rounded coarsely.
+            parameters = sum(i < model.parameter_count for i in which)
+            exact: dict[str, Any] = {"exact": layout.sizes_from(parameters)} if is_coarse else {}
+            resident = self._collectives.reside(layout.sizes, wire=self._wire, **exact)
             self._fragments.append(Fragment(which, local, layout, resident))
         self._exchanged = {i for fragment in self._fragments for i in fragment.which}
         self._fragment = self._fragments[0]  # of the round that comes next, or is in flight
         self._flight: BackgroundCall[Round] | None = None
         self._weight = 1.0  # of this worker in the round in flight
+        # A codec rounds the changes since the last round far less than the values, so these are computed here.
+        self._sends_difference = is_coarse and "center" in rule.worker_vectors and not rule.offers_changes
         self._since_round = 0  # steps
         self._sending_s = 0.0  # that the round in flight has held up training
         return self._fragment.layout, self._fragment.resident
@@ -168,7 +176,7 @@ class SynchronousValues(Synchronous):
 
     def _note_round(self, cost_s: float) -> None:
         """Count a round that was made; the first worker of a round brings the center up to date."""
-        replica, size_bytes = self.replica, self._fragment.layout.size_bytes
+        replica, size_bytes = self.replica, self._last.size_bytes
         replica.progress.round(len(self._last.ranks), size_bytes)
         marks = [fragment.mark for fragment in self._fragments]
         oldest = None if None in marks else min(marks, key=lambda one: one.steps if one else 0)
@@ -208,6 +216,8 @@ class SynchronousValues(Synchronous):
             offer[:] = 0
         for i, offer in fragment.offers.items():
             self._rule.offer(self._model.array(i), self._state_of(i), offer)
+            if self._sends_difference:
+                offer -= self._state_of(i)["center"]
 
     def _accept(self, *, is_late: bool = False) -> None:
         """Change the replica by the result of the round."""
@@ -218,6 +228,8 @@ class SynchronousValues(Synchronous):
         for i, total in fragment.offers.items() if weight else ():
             if rule.op == "sum":
                 total *= total.dtype.type(weight)  # the round has computed the mean
+            if self._sends_difference:
+                total += self._state_of(i)["center"]
             accept = rule.accept_buffer if self._model.is_buffer(i) else rule.accept
             value = self._model.array(i)
             if is_late:
@@ -267,6 +279,11 @@ class SynchronousValues(Synchronous):
         if self.replica.steps_since_exchange:
             self.exchange()
         return True
+
+    @property
+    def _publishes_last(self) -> bool:
+        """Replicas may differ: if several workers published theirs at once, the center would be a mixture of them."""
+        return self._collectives.rank == min(self._last.ranks or self._collectives.ranks)
 
     def _contribute_nothing(self) -> None:
         self._select_fragment()

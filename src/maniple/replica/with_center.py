@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
@@ -85,7 +85,8 @@ class WithCenter(Sharing):
             return
         begin, act = clock.monotonic(), functools.partial(self._center.exchange, self._model, *self._exchanged(is_last))
         try:
-            outcome, cost_s = self.replica.timed("exchange", act)
+            with self._without_look_ahead():
+                outcome, cost_s = self.replica.timed("exchange", act)
         except HostAway as error:
             self._note_absence(error, begin, clock.monotonic() - begin)
             return
@@ -96,6 +97,10 @@ class WithCenter(Sharing):
         info = ExchangeInfo(step=self.replica.steps, live=max(1, self._center.live), is_last=is_last)
         return self._rule, None if self._state is None else self._state.chunks, info
 
+    def _without_look_ahead(self) -> AbstractContextManager[None]:
+        """With Nesterov's momentum the optimizer keeps x + delta v, and x meets the center."""
+        return nullcontext() if self._rule.nesterov is None else self._model.without_look_ahead()
+
     def _send(self) -> None:
         """Begin an exchange in the background."""
         if self._is_finished or self._context.host.is_over:
@@ -103,7 +108,8 @@ class WithCenter(Sharing):
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
         copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
-        copy.take()
+        with self._without_look_ahead():
+            copy.take()
         act = functools.partial(self._center.exchange, copy, *self._exchanged())
         self._flight = BackgroundCall(act, replica.mark())
         self._sending_s = clock.monotonic() - begin

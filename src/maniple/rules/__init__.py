@@ -9,21 +9,27 @@ from maniple.rules.asgd import ASGD
 from maniple.rules.bsp import BSP, LocalSGD, MSync
 from maniple.rules.diloco import DiLoCo
 from maniple.rules.downpour import Downpour
-from maniple.rules.easgd import EASGD
+from maniple.rules.easgd import EAMSGD, EASGD
 from maniple.rules.kernels import warm_up, warm_up_in_background
+from maniple.rules.pairs import Pairwise, Swap, Tournament, draw_pairs
 from maniple.rules.rule import Rule, changed, settings_of
 
 __all__ = [
     "ASGD",
     "BSP",
+    "EAMSGD",
     "EASGD",
     "RULES",
     "DiLoCo",
     "Downpour",
     "LocalSGD",
     "MSync",
+    "Pairwise",
     "Rule",
+    "Swap",
+    "Tournament",
     "changed",
+    "draw_pairs",
     "noted_rule",
     "parse_rule",
     "settings_of",
@@ -33,12 +39,15 @@ __all__ = [
 
 RULES: dict[str, type[Rule]] = {
     "easgd": EASGD,
+    "eamsgd": EAMSGD,
     "asgd": ASGD,
     "downpour": Downpour,
     "bsp": BSP,
     "localsgd": LocalSGD,
     "msync": MSync,
     "diloco": DiLoCo,
+    "swap": Swap,
+    "tournament": Tournament,
 }
 
 

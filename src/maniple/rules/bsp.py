@@ -2,10 +2,11 @@
 
 from maniple.contracts import Array, ExchangeInfo, State
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
-from maniple.rules.streaming import Streaming, checked_count
+from maniple.rules.rule import CenterMemory, Rule, checked_count, checked_flag, checked_nonfinite, one_of
+from maniple.rules.streaming import Streaming
 
 AVERAGES = ("gradients", "parameters")
+OPS = ("mean", "sum")
 MOMENTA = ("keep", "average", "reset")
 NORMS = ("averaged", "local", "synchronised")
 
@@ -13,8 +14,9 @@ NORMS = ("averaged", "local", "synchronised")
 class BSP(CenterMemory):
     """Bulk synchronous parallel SGD: the replicas are the same after every exchange.
 
-        average="gradients":   g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
-        average="parameters":  x = sum_i x_i / p                after every `every` steps
+        average="gradients":             g = sum_i n_i g_i / sum_i n_i    before each step of the optimizer
+        average="gradients", op="sum":   g = sum_i g_i
+        average="parameters":            x = sum_i x_i / p                after every `every` steps
 
     With gradients, p workers do what one worker does on all their batches together: `n_i` is the number of samples of
     worker i, if it sets `replica.samples`, else all count the same. Valiant: A bridging model for parallel computation,
@@ -22,6 +24,9 @@ class BSP(CenterMemory):
 
     Args:
         average: what is averaged.
+        op: "mean", or "sum" for gradients: then the step is that of the mean with p times the learning rate, where p is
+            the number of workers in the round. Numbers of samples do not weight a sum; a worker with 0 is left out.
+            Buffers are averaged all the same.
         every: steps between two averages of the parameters.
         momentum: what becomes of the optimizer's state when parameters are averaged: "keep" each worker's own,
             "average" it too, or "reset" it to zero.
@@ -42,11 +47,13 @@ class BSP(CenterMemory):
 
     every = 1
     is_synchronous = True
+    offers_changes = False
 
     def __init__(
         self,
         average: str = "gradients",
         *,
+        op: str = "mean",
         every: int = 1,
         momentum: str = "keep",
         norm: str = "averaged",
@@ -58,10 +65,11 @@ class BSP(CenterMemory):
         self.averages_gradients = average == "gradients"
         if not self.averages_gradients:
             self.worker_vectors = ("center",)  # the last mean of the parameters
+        self.op = one_of("op", op, OPS)
         self.momentum = self.moments = one_of("momentum", momentum, MOMENTA)
         self.norm = one_of("norm", norm, NORMS)
-        self.every = checked_count(type(self).__name__, "every", every, 1)
-        self.check_every = checked_count(type(self).__name__, "check_every", check_every, 0)
+        self.every = checked_count("every", every, 1)
+        self.check_every = checked_count("check_every", check_every, 0)
         self.overlap = checked_flag("BSP", "overlap", overlap)
         self.nonfinite = checked_nonfinite("BSP", nonfinite)
         if overlap and nonfinite == "skip":
@@ -74,6 +82,11 @@ class BSP(CenterMemory):
                 f"overlap=True sends gradients during the backward pass, but average={average!r} averages none. "
                 "Leave one of them out."
             )
+        if op == "sum" and average != "gradients":
+            raise InvalidArgument(
+                f"op='sum' adds gradients, but average={average!r} shares parameters, whose sum is no model. Leave one "
+                "of them out; Downpour(sync=True) adds what the workers have changed."
+            )
         if average == "gradients" and (self.every != 1 or momentum != "keep"):
             raise InvalidArgument(
                 f"BSP averages gradients at each step, so every={every!r} and momentum={momentum!r} mean nothing. "
@@ -81,9 +94,8 @@ class BSP(CenterMemory):
             )
 
     def offer(self, x: Array, state: State, out: Array) -> None:
-        """What this worker gives to the mean."""
-        del state
-        out[:] = x
+        """What this worker gives to the mean: its replica, not what it has changed."""
+        Rule.offer(self, x, state, out)
 
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Take the mean."""
@@ -150,4 +162,4 @@ class MSync(BSP):
 
     def __init__(self, m: int = 0, *, norm: str = "averaged", check_every: int = 1000, nonfinite: str = "stop") -> None:
         super().__init__(norm=norm, check_every=check_every, nonfinite=nonfinite)
-        self.m = self.quorum = checked_count(type(self).__name__, "m", m, 0)
+        self.m = self.quorum = checked_count("m", m, 0)

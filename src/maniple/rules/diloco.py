@@ -8,8 +8,8 @@ from maniple.contracts import Array, ExchangeInfo, Operation, State, StateNames
 from maniple.errors import InvalidArgument
 from maniple.rules import kernels
 from maniple.rules.bsp import NORMS
-from maniple.rules.rule import CenterMemory, checked_flag, checked_nonfinite, one_of
-from maniple.rules.streaming import Streaming, checked_count
+from maniple.rules.rule import CenterMemory, checked_count, checked_flag, checked_nonfinite, one_of
+from maniple.rules.streaming import Streaming
 
 # What the asynchronous form keeps at the center: m, s, how many arrivals are in s, and the synchronous rounds before.
 DELAYED_NESTEROV = StateNames(("momentum", "gathered"), ("arrivals", "rounds"))
@@ -71,15 +71,16 @@ class DiLoCo(Streaming, CenterMemory):
         check_every: int = 100,
         nonfinite: str = "stop",
     ) -> None:
-        self.every = checked_count("DiLoCo", "every", every, 1)
+        self.every = checked_count("every", every, 1)
         self.lr, self.momentum = _checked("lr", lr, 2.0), _checked("momentum", momentum, 1.0)
         self.sync = self.is_synchronous = checked_flag("DiLoCo", "sync", sync)
-        self.buffer = buffer if buffer == "auto" else checked_count("DiLoCo", "buffer", buffer, 1)
-        self.warm = checked_count("DiLoCo", "warm", warm, 0)
+        self.buffer = buffer if buffer == "auto" else checked_count("buffer", buffer, 1)
+        self.warm = checked_count("warm", warm, 0)
         self.dynamic = checked_flag("DiLoCo", "dynamic", dynamic)
         self.norm = one_of("norm", norm, NORMS)
-        self.check_every = checked_count("DiLoCo", "check_every", check_every, 0)
+        self.check_every = checked_count("check_every", check_every, 0)
         self.nonfinite = checked_nonfinite("DiLoCo", nonfinite, is_sync=sync)
+        self.offers_changes = not self._is_mean
         self._stream(fragments, delay, alpha, overlap=overlap)
         if self.buffer == 1:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""EASGD: elastic averaging."""
+"""EASGD and EAMSGD: elastic averaging, with and without Nesterov's momentum."""
 
 from collections.abc import Callable
 
@@ -101,3 +101,32 @@ class EASGD(CenterMemory):
         center, worker = self.alphas(moment)
         x -= x.dtype.type(worker) * (x - state["center"])
         state["center"] += x.dtype.type(center) * total
+
+
+class EAMSGD(EASGD):
+    """Asynchronous elastic averaging with Nesterov's momentum at the workers.
+
+        v = delta v - eta g(x + delta v);    x += v             in each step
+        d = x - c;    x -= alpha_w d;    c += alpha_c d         in an exchange
+
+    The rule sets momentum and nesterov of the optimizer, a `torch.optim.SGD`, which keeps `x + delta v` as parameters
+    and makes the same steps in these terms. An exchange takes the look-ahead `delta v` off them and adds it again
+    afterwards, so that x meets the center, as in Zhang, Choromanska, LeCun (arXiv:1412.6651). Momentum 0.99 makes steps
+    about 100 times as long in the end: begin with a tenth of the learning rate of EASGD without momentum.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        worker.share(model, optimizer, rule=maniple.EAMSGD())
+
+    Args:
+        delta: the momentum, from 0 to less than 1.
+        alpha, center_alpha: as in EASGD.
+    """
+
+    def __init__(self, alpha: Alpha = "auto", delta: float = 0.99, *, center_alpha: float | None = None) -> None:
+        super().__init__(alpha, center_alpha=center_alpha)
+        if isinstance(delta, bool) or not 0 <= delta < 1:
+            raise InvalidArgument(
+                f"EAMSGD has delta={delta!r}, but a momentum is from 0 to less than 1, where steps would never shrink. "
+                "Write delta=0.99."
+            )
+        self.delta = self.nesterov = float(delta)

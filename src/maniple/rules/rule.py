@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ NONFINITE = ("stop", "skip")
 
 
 class Rule:
-    """The base of rules. A rule of your own needs one method:
+    """The base of rules. A rule of your own needs one method, that of an exchange with the center:
 
         class Halfway(maniple.Rule):
             def mix(self, x, c, state):
@@ -23,6 +23,19 @@ class Rule:
                 return middle, middle          # the new replica, the new center
 
     `mix` sees one block of the flat vector at a time, as NumPy arrays that it must not change.
+
+    A synchronous rule, by which all workers exchange at the same step, needs one too. It is called with one parameter
+    at a time and changes `x` in place:
+
+        class HalfMean(maniple.Rule):
+            is_synchronous = True
+
+            def accept(self, x, total, state, moment):
+                x += (total - x) / 2           # total: the mean of what all workers offer, their replicas
+
+    `offer` says what a worker contributes, if not its replica; `op = "sum"` adds the contributions; `shared` says what
+    the center shows, if not the first worker's replica. Derived from `LocalSGD`, `state["center"]` is what the center
+    shows, the same in all workers.
 
     A rule may keep state by name, of zeros at first: vectors of the model's size, and scalars, each at every worker or
     at the center. `state["momentum"]` is then the same block of that vector, or an array with the one number, and
@@ -37,12 +50,15 @@ class Rule:
                 return c + state["momentum"], c + state["momentum"]
 
     There is one number of each scalar per chunk of parameters, since chunks are exchanged one by one; with scalars,
-    `mix` sees whole chunks. State at the center is saved in snapshots, state at the worker with its optimizer state.
+    `mix` sees whole chunks. A synchronous rule has vectors only; each worker has a copy of those at the center, which
+    stay equal if they are computed from `total`. State at the center is saved in snapshots, state at the worker with
+    its optimizer state.
     """
 
     every: int = 10  # the default pace, in steps
     is_synchronous: bool = False  # all workers exchange at the same step, by collectives; else each with the center
     averages_gradients: bool = False  # a synchronous rule averages gradients before each step, else values after some
+    offers_changes: bool = False  # what `offer` writes is a change, which a codec may round coarsely, and not a value
     worker_vectors: tuple[str, ...] = ()  # names of what each worker keeps
     worker_scalars: tuple[str, ...] = ()
     center_vectors: tuple[
@@ -50,7 +66,7 @@ class Rule:
     ] = ()  # names of what the center keeps; a copy is in each worker of a synchronous rule
     center_scalars: tuple[str, ...] = ()
     saves_worker_state: bool = True  # False if `remember` restores it from the center
-    op: ClassVar[str] = "mean"  # the reduction of the workers' contributions
+    op: str = "mean"  # the reduction of the workers' contributions: mean or sum
     quorum: int = 0  # how many workers are waited for in a round; 0: all
     norm: str = "averaged"  # the running statistics of normalisation layers: averaged, local or synchronised
     moments: str = "keep"  # what becomes of the optimizer's moments when values are averaged
@@ -64,6 +80,7 @@ class Rule:
     dynamic: bool = False  # slower workers make fewer steps between two exchanges with the center
     acts_alone: bool = False  # its synchronous form also changes the training of a single worker
     shares_buffers: bool = True  # running statistics are exchanged as parameters are
+    nesterov: float | None = None  # the Nesterov momentum that the optimizer must have
 
     @property
     def worker_state(self) -> StateNames:
@@ -91,19 +108,20 @@ class Rule:
         return None
 
     def offer(self, x: Array, state: State, out: Array) -> None:
-        """Write what this worker contributes to a round to `out`."""
-        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
+        """Write what this worker contributes to a round to `out`: by default its replica."""
+        del state
+        out[:] = x
 
     def accept(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
-        """Change the replica `x` and `state` by the reduction of all contributions."""
-        raise NotImplementedError(f"{type(self).__name__} is not synchronous")
+        """Change the replica `x` and `state` by `total`, the mean of all contributions, or the sum if `op` says so."""
+        raise NotImplementedError(f"{type(self).__name__} must define accept(self, x, total, state, moment)")
 
     def accept_buffer(self, x: Array, total: Array, state: State, moment: ExchangeInfo) -> None:
         """Do the same for the running statistics of a normalisation layer."""
         self.accept(x, total, state, moment)
 
     def shared(self, x: Array, state: State) -> Array:
-        """What the center shows, for a synchronous rule."""
+        """What the center shows, for a synchronous rule: by default the replica, that of the first worker."""
         del state
         return x
 
@@ -128,6 +146,7 @@ class CenterMemory(Rule):
     """The base of rules that may keep `state["center"]`: the center as this worker last saw it."""
 
     saves_worker_state = False
+    offers_changes = True
 
     def offer(self, x: Array, state: State, out: Array) -> None:
         """What this worker has changed: its distance from the center."""
@@ -151,15 +170,15 @@ def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
     made = type(rule)(**known | dict(settings))
     if _mechanism(made) != _mechanism(rule):
         raise InvalidArgument(
-            f"{made!r} cannot replace {rule!r} while training: it shares in another way, or keeps other state. Start "
-            "a run with it."
+            f"{made!r} cannot replace {rule!r} while training: it shares in another way, keeps other state, or needs "
+            "another momentum. Start a run with it."
         )
     return made
 
 
-def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames]:
+def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames, float | None]:
     """What a replica was built for, which no setting can change while it trains."""
-    return rule.is_synchronous, rule.averages_gradients, rule.worker_state, rule.center_state
+    return rule.is_synchronous, rule.averages_gradients, rule.worker_state, rule.center_state, rule.nesterov
 
 
 def checked_share(rule: str, name: str, value: Any) -> float:
@@ -194,3 +213,10 @@ def checked_flag(rule: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgument(f"{rule} has {name}={value!r}, which is neither true nor false.")
     return value
+
+
+def checked_count(name: str, value: Any, least: int) -> int:
+    """`value` if it is a whole number of at least `least`; from the command line it comes as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real) or float(value) % 1 or value < least:
+        raise InvalidArgument(f"{name}={value!r} is no whole number of {least} or more. Write {name}={max(1, least)}.")
+    return int(float(value))

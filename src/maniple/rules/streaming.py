@@ -1,9 +1,7 @@
 """Settings of synchronous rules that exchange a model in fragments, or apply what they receive some steps later."""
 
-from typing import Any
-
 from maniple.errors import InvalidArgument
-from maniple.rules.rule import Rule, checked_flag, checked_share
+from maniple.rules.rule import Rule, checked_count, checked_flag, checked_share
 
 
 class Streaming(Rule):
@@ -31,8 +29,8 @@ class Streaming(Rule):
 
     def _stream(self, fragments: int, delay: int | None, alpha: float | None, *, overlap: bool) -> None:
         name = type(self).__name__
-        self.fragments = checked_count(name, "fragments", fragments, 1)
-        self.delay = None if delay is None else checked_count(name, "delay", delay, 0)
+        self.fragments = checked_count("fragments", fragments, 1)
+        self.delay = None if delay is None else checked_count("delay", delay, 0)
         self.alpha = self.own_share = None if alpha is None else checked_share(name, "alpha", alpha)
         self.overlap = checked_flag(name, "overlap", overlap)
         if self.delay is not None and self.delay >= max(1, self.every // self.fragments) and self.delay:
@@ -45,12 +43,3 @@ class Streaming(Rule):
                 f"{name} has fragments={fragments}, but every={self.every}: each fragment needs a step of its own. "
                 "Choose fewer fragments, or exchange less often."
             )
-
-
-def checked_count(rule: str, name: str, value: Any, least: int) -> int:
-    """`value` as an integer if it is a whole number of `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
-        raise InvalidArgument(
-            f"{rule} has {name}={value!r}, which is no whole number of {least} or more. Write {name}={max(1, least)}."
-        )
-    return int(value)

@@ -217,7 +217,8 @@ class SharedSettings:
         metavar="NAME=VALUE", group=STOPPING, folder=True, resume="recorded",
     )  # fmt: skip
     wire: str | None = setting(
-        None, "Compression of values sent over the network; int8 needs an asynchronous rule. Default: float32.", ALL,
+        None, "Compression of what is sent over the network; int4 and topk are for rules that send changes, not for "
+        "asynchronous easgd and asgd. Default: float32.", ALL,
         choices=tuple(CODECS), group=NETWORK, folder=True, resume="kept", joins=True, readers="external",
     )  # fmt: skip
     collectives: str | None = setting(
@@ -492,9 +493,9 @@ def recorded_settings(values: Any) -> dict[str, Any]:
     return record
 
 
-def is_bsp_excluded(pace: object, wire: str | None) -> bool:
-    """Bsp cannot be the default: with a pace, workers exchange values, and int8 corrects its errors at a center."""
-    return pace is not None or wire == "int8"
+def is_bsp_excluded(pace: object) -> bool:
+    """Bsp cannot be the default: with a pace, workers exchange values."""
+    return pace is not None
 
 
 def joining_settings(values: Any) -> dict[str, Any]:

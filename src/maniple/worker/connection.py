@@ -204,6 +204,7 @@ class RemoteConnection(_Connection):
             state=rule.center_state,
             deadline_s=environment.host_deadline_s,
             live=lambda: self.status.live,
+            parameter_count=model.parameter_count,
         )
 
     def _await_center(self, name: str) -> None:

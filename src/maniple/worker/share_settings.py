@@ -10,6 +10,7 @@ from maniple.errors import Conflict, InvalidArgument
 from maniple.layout import check_state_names
 from maniple.pace import Every, Pace, parse_pace
 from maniple.replica import Replica
+from maniple.replica.sharing import check_wire
 from maniple.rules import Rule, changed, parse_rule, settings_of
 
 T = TypeVar("T")
@@ -27,9 +28,7 @@ def resolve_settings(
     if environment.overlap and not rule.overlap:
         rule = with_overlap(rule)
     if wire != "float32":
-        from maniple.wire.codecs import get_codec
-
-        get_codec(wire)  # says which there are, before anything is shared
+        check_wire(rule, wire)  # before anything is shared
     return rule, pace, wire
 
 

@@ -172,7 +172,8 @@ class Worker(CollectiveCalls):
                 with an optimizer if all workers are on this machine, else `EASGD()`.
             pace: when one is due; by default that of the command line, else every `rule.every` steps.
             wire: the format of values sent to a remote host or in collectives: "float32" (unchanged, the default),
-                "bfloat16", "float16" or, to a host only, "int8", whose rounding errors the next exchange corrects.
+                "bfloat16", "float16", "int8", or, for rules that send changes (not EASGD and ASGD without `sync`),
+                "int4" and "topk". What the last three lose is added to the next message.
             state: names of optimizer state to share too, for instance ("momentum_buffer",).
             params: which parameters are shared, the same for all workers: names and patterns (["head.*"]), or a
                 function of name and parameter. The others are each worker's own, under BSP with their gradients.
@@ -190,7 +191,7 @@ class Worker(CollectiveCalls):
             warn_local_buffers(model, named)
         adapter = adapt(model, optimizer, state=state, buffers=buffers, params=params)
         is_default = rule is None and self._environment.rule is None
-        needs_center = bool(state) or not lock or is_bsp_excluded(pace, wire)
+        needs_center = bool(state) or not lock or is_bsp_excluded(pace)
         default = EASGD() if needs_center else self._default_rule(adapter)
         rule, pace, wire = resolve_settings(self._environment, rule, pace, wire, default)
         check_rule(self._environment, rule)
@@ -347,7 +348,7 @@ class Worker(CollectiveCalls):
 
     def record(self, event: str, /, **values: Any) -> None:
         """Write one row of another event."""
-        self._events.write(event, **logged(values, self._replicas))
+        self._events.write(event, **self._context.noted(logged(values, self._replicas)))
 
     def lock(self, timeout_s: float = 60.0) -> AbstractContextManager[None]:
         """Exclude the other workers of this machine from the `with` block; a worker that dies releases the lock."""
@@ -455,7 +456,7 @@ class Worker(CollectiveCalls):
         environment = self._environment
         has_torch = "torch" in sys.modules and self.device == "cpu"
         is_suitable = has_torch if adapter is None else adapter.suits_bsp
-        is_excluded = self._is_balanced or is_bsp_excluded(environment.pace, environment.wire)
+        is_excluded = self._is_balanced or is_bsp_excluded(environment.pace)
         return parse_rule(environment.default_rule or "easgd") if is_suitable and not is_excluded else EASGD()
 
     def _rest(self) -> None:
