@@ -16,10 +16,8 @@ from maniple.wire.codecs import CODECS
 
 MAX_COST = 0.05  # of the time
 STEP_TIMES_S = (0.05, 0.2, 1.0)  # for a step time that is not known
-WIRES = tuple(name for name in ("float32", "bfloat16", "int8", "int4") if name in CODECS)  # the least compression first
+WIRES = ("float32", "bfloat16", "int8", "int4")  # the least compression first
 _DENSE_WIRES = WIRES[:2]  # of rules that exchange often
-# What a center returns is values: 4 bits are enough for changes only.
-_REPLIES = {"int4": "bfloat16"}
 _EASGD_EVERY = 10
 _LONGEST = (100, 500)
 _MARGIN = 2  # an exchange that overlaps may take half of the H steps, since lines have slow moments
@@ -35,7 +33,8 @@ class LineSpeed:
 
     def exchange_s(self, parameters: float, wire: str = WIRES[0]) -> float:
         """The seconds of an exchange with a center of so many parameters, 4 bytes each."""
-        up, down = (CODECS[name].size_bytes(round(parameters), 4) for name in (wire, _REPLIES.get(wire, wire)))
+        names = (wire, CODECS[wire].for_values)  # what a center returns is values
+        up, down = (CODECS[name].size_bytes(round(parameters), 4) for name in names)
         return self.round_trip_s + up / self.up_bytes_per_s + down / self.down_bytes_per_s
 
 
