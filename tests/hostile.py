@@ -35,6 +35,7 @@ from maniple.wire.messages import (
     HeartbeatReply,
     JoinReply,
     JoinRequest,
+    LineTest,
     ListArrays,
     ListFiles,
     OpenCenter,
@@ -341,7 +342,13 @@ class Attacker:
     def _question(self) -> bytes:
         rng = self.rng
         message = rng.choice(
-            [DoctorRequest(), Echo(), DoctorReply(0.0, "node", self._number()), PullChunk("center-0", 0, "float32")]
+            [
+                DoctorRequest(),
+                Echo(),
+                LineTest(self._number()),
+                DoctorReply(0.0, "node", self._number()),
+                PullChunk("center-0", 0, "float32"),
+            ]
         )
         payload = rng.randbytes(rng.choice([0, 3, 70_000]))
         return self._mutated(message, payload) if rng.random() < 0.3 else encode(message, len(payload)) + payload

@@ -216,3 +216,24 @@ def test_a_worker_cut_off_in_an_exchange_trains_on_and_comes_back_without_loss(n
         assert any(cut < row["end"] < healed for row in training.rows(host, "exchange"))
     for host in WORKERS:
         assert_within_rate(training.rows(host, *TIMED))
+
+
+def test_the_doctor_measures_a_slow_line_and_suggests_a_rule_that_suits_it(network: Network, tmp_path: Path):
+    rate_mbit, round_trip_s = 10, 0.02
+    network.shape(rate_mbit=rate_mbit, round_trip_s=round_trip_s)
+    listen = ["--listen", f"{network.address(HOST)}:0"]
+    serve = [MANIPLE, "serve", *listen, "--runs", "runs", "--name", "run", "--quiet"]
+    host = network.start(HOST, *serve, folder=tmp_path, output=tmp_path / "host.log")
+    about, output = tmp_path / "runs" / "run" / "host.json", tmp_path / "doctor.json"
+    where = await_(lambda: about.exists() and json.loads(about.read_text()))
+    asked = ["--token-file", "runs/run/token", "--model-size", "5M", "--step-time", "0.1", "--timeout", "30"]
+    doctor = network.start(WORKERS[0], MANIPLE, "doctor", "--json", *asked, where["address"], folder=tmp_path,
+                           output=output)  # fmt: skip
+    assert doctor.wait(PATIENCE_S) == 0, output.read_text()
+    values = {one["check"]: one["values"] for one in json.loads(output.read_text())}
+    most = 1.3 * rate_mbit * 1e6 / 8  # what lies in buffers seems to be sent sooner
+    assert values["way"]["round_trip_s"] >= round_trip_s
+    assert 0 < values["way"]["up_bytes_per_s"] < most and 0 < values["way"]["down_bytes_per_s"] < most
+    assert values["rule"]["rule"] == "diloco" and values["rule"]["wire"] != "float32" and values["rule"]["overlap"]
+    host.send_signal(signal.SIGTERM)
+    assert host.wait(PATIENCE_S) == 0

@@ -13,9 +13,21 @@ from maniple.center.shared import SharedCenter
 from maniple.connection.link import Link, check_reply
 from maniple.environment import Environment
 from maniple.errors import BadFrame, HostAway, InvalidArgument, NotAdmitted
+from maniple.host.watchers import MAX_ECHO_BYTES
 from maniple.record import Events, RunFolder, read_events
 from maniple.watch import Mirror, Steering
-from maniple.wire.messages import FILE_PART_BYTES, FileList, FilePart, ListFiles, Message, ReadFile, WatcherCommand
+from maniple.wire.messages import (
+    FILE_PART_BYTES,
+    DoctorReply,
+    DoctorRequest,
+    FileList,
+    FilePart,
+    LineTest,
+    ListFiles,
+    Message,
+    ReadFile,
+    WatcherCommand,
+)
 from tests.serving import TOKEN, Serving
 
 PATIENCE_S = 60.0  # only against hanging
@@ -224,3 +236,34 @@ def test_synchronous_rules_are_left_alone(serving):
         Steering(environment_of(serving)).change({"every": 5})
     share(serving, EASGD(), "center-1")
     Steering(environment_of(serving)).change({"every": 5})
+
+
+def test_a_test_of_the_line_sinks_and_returns_bytes_and_is_refused_beyond_its_bound(serving):
+    link = Link(serving.door(), "doctor")
+    stream = link.stream()
+    for up, down in ((0, 70_000), (70_000, 0), (0, MAX_ECHO_BYTES), (MAX_ECHO_BYTES, 0)):
+        stream.send(LineTest(down), bytes(up))
+        message, size = stream.receive()
+        assert message == LineTest() and size == down
+        stream.receive_bytes(size, at_most=MAX_ECHO_BYTES)
+    for asked, payload in ((MAX_ECHO_BYTES + 1, 0), (-1, 0), (0, MAX_ECHO_BYTES + 1)):
+        broken = Link(serving.door(), "doctor")
+        with pytest.raises((BadFrame, ConnectionError)):
+            broken.stream().send(LineTest(asked), bytes(payload))
+            check_reply(broken.stream().receive_message(), LineTest)
+        broken.abort()
+    link.abort()
+
+
+def test_the_doctor_learns_the_time_of_a_step_without_its_exchanges(serving):
+    events = Events(RunFolder(serving.run).events(2))
+    events.write("progress", step=10, samples=0, elapsed=4.0, exchange=2.0, others=1.0)
+    events.write("progress", step=30, samples=0, elapsed=14.0, exchange=4.0, others=3.0)
+    events.close()
+    link = Link(serving.door(), "doctor")
+    link.stream().send(DoctorRequest())
+    message, size = link.stream().receive()
+    about = msgspec.json.decode(link.stream().receive_bytes(size, at_most=1 << 20))
+    assert isinstance(message, DoctorReply)
+    assert about["step_s"] == pytest.approx((10.0 - 4.0) / 20)
+    link.abort()

@@ -132,6 +132,24 @@ def test_what_keeps_a_worker_out_is_found(serve, tmp_path, monkeypatch):
     assert_found(found, "encryption", "grave", "cannot be used", "Copy certificate.pem")
 
 
+def test_the_line_to_a_live_host_is_measured_and_a_rule_is_suggested(serve):
+    host = serve("--listen", "127.0.0.1:0")
+    found = host.join("import numpy as np, maniple; maniple.join().share({'w': np.zeros(250_000, 'float32')})")
+    assert found.wait(PATIENCE_S) == 0
+    asked = ("--token-file", str(host.token), host.address)
+    code, found = doctor("--step-time", "0.1", *asked)
+    assert code == 0, found
+    assert_found(found, "way", "ok", "MB/s to the host", "MB/s from it", "an exchange of 1 MB")
+    (line,) = [one["values"] for one in found if one["check"] == "way"]
+    assert 0 < line["round_trip_s"] < 1 and line["up_bytes_per_s"] > 1e6 and line["down_bytes_per_s"] > 1e6
+    (suggestion,) = [one["values"] for one in found if one["check"] == "rule"]
+    assert suggestion["step_s"] == 0.1 and suggestion["options"].startswith("--rule ")
+    _, found = doctor("--model-size", "10B", *asked)  # more than the center has; the step time is unknown
+    assert [one["values"]["step_s"] for one in found if one["check"] == "rule"] == [0.05, 0.2, 1.0]
+    assert_found(found, "rule", "ok", "--rule diloco:every=", "--overlap")
+    assert "lost" not in [one["event"] for one in host.events("server")], "it has disturbed nobody"
+
+
 def test_encryption_on_one_side_only_is_found(serve, tmp_path):
     pytest.importorskip("cryptography")
     host, plain = serve("--listen", "127.0.0.1:0", "--tls"), serve("--listen", "127.0.0.1:0")

@@ -209,6 +209,7 @@ SETTINGS = [
                 "--runs",
                 "--script",
                 "--slurm",
+                "--step-time",
                 "--timeout",
                 "--token-file",
                 "--walltime",

@@ -1,5 +1,6 @@
 """The command `maniple doctor`, and the checks that other commands make before they start."""
 
+import re
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -34,7 +35,29 @@ from maniple.record.folder import json_line
 from maniple.settings.files import SUFFIXES
 from maniple.text import count
 
+# A number without a unit is MB; K, M, B (G) and T count parameters, of 4 bytes each.
+_MB_OF_UNITS = {"KB": 1e-3, "MB": 1.0, "GB": 1e3, "TB": 1e6, "K": 4e-3, "M": 4.0, "B": 4e3, "G": 4e3, "T": 4e6}
 _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
+
+
+class ModelSize(click.ParamType[float]):
+    """A size in MB, from MB (500), a number of parameters of 4 bytes (120M), or a unit of bytes (2GB)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse the option's text."""
+        found = re.fullmatch(r"([\d.]+)\s*([KMGBT]?|[KMGT]B)", str(value).strip().upper())
+        try:
+            number, unit = float(found[1]), found[2]  # pyright: ignore[reportOptionalSubscript] - a TypeError
+        except (TypeError, ValueError):
+            self.fail(
+                f"{value!r} is no size of a model: a number of MB, of parameters with K, M or B, or of bytes with KB, "
+                "MB or GB. Write --model-size 120M for 120 million parameters, or --model-size 480MB.",
+                param,
+                ctx,
+            )
+        return number * (_MB_OF_UNITS[unit] if unit else 1.0)
 
 
 @click.command(short_help="Check machines, hosts and queues before a run.")
@@ -48,7 +71,21 @@ _COLOURS = {OK: "green", WARNING: "yellow", GRAVE: "red"}
     help="Workers on this machine, or on each host.",
 )
 @click.option("--devices", metavar="LIST", default="", help="Devices of the workers: cuda:0,cuda:1.")
-@click.option("--model-size", type=float, default=0.0, metavar="MB", help="Size of the model.")
+@click.option(
+    "--model-size",
+    type=ModelSize(),
+    default=0.0,
+    metavar="SIZE",
+    help="Size of the model: in MB, or 120M or 1.3B parameters, or with a unit: 2GB.",
+)
+@click.option(
+    "--step-time",
+    "step_s",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Time of one step, to suggest a rule for the line to HOST.",
+)
 @click.option("--runs", type=PATH, default=Path("runs"), metavar="FOLDER", help="Folder for run folders.")
 @reaches_host
 @click.option("--hosts", metavar="LIST", default="", help="Check these machines by ssh, as for `maniple run --hosts`.")
@@ -79,7 +116,7 @@ def doctor(context: click.Context, /, *, is_json: bool, peer: bool, **options: A
 
     \b
       maniple doctor -n 4 --devices cuda:0,cuda:1 --model-size 500
-      maniple doctor --token-file token node-07:29400   can a worker join from here?
+      maniple doctor --token-file token node-07:29400   can a worker join from here? how fast is the line?
       maniple doctor runs/last                          is its host alive?
       maniple doctor --hosts node-1,node-2 --script train.py
       maniple doctor --slurm --partition gpu --gpus-per-worker 1

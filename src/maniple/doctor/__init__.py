@@ -44,10 +44,11 @@ CHECKS = (
 
 def check_case(case: Case) -> None:
     """Raise InvalidArgument if the options of a case are invalid."""
-    if case.workers < 1 or not case.wait_s > 0 or case.model_mb < 0:
+    if case.workers < 1 or not case.wait_s > 0 or case.model_mb < 0 or case.step_s < 0:
         raise InvalidArgument(
-            f"-n {case.workers}, --timeout {case.wait_s:g}, --model-size {case.model_mb:g} are out of range: they must "
-            "be 1 worker or more, more than 0 seconds, and 0 MB or more. Write -n 2."
+            f"-n {case.workers}, --timeout {case.wait_s:g}, --model-size {case.model_mb:g}, --step-time "
+            f"{case.step_s:g} are out of range: they must be 1 worker or more, more than 0 seconds, and 0 or more. "
+            "Write -n 2."
         )
     check_hosts(case.hosts)
     if case.script is not None and not case.script.is_file():

@@ -5,7 +5,7 @@ its name.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ class Case:
     workers: int = 1
     devices: tuple[str, ...] = ()
     model_mb: float = 0.0  # 0: unknown
+    step_s: float = 0.0  # of one step of a worker; 0: unknown
     host: str | None = None  # HOST:PORT, or a run folder
     token_file: Path | None = None
     certificate: Path | None = None
@@ -68,13 +69,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. A grave one keeps a run from working; a warning makes it slow or unsafe."""
+    """The result of a check. A grave one keeps a run from working; a warning makes it slow or unsafe.
+
+    Attributes:
+        check: the name of the check that found it.
+        values: what was measured, by names with units, for programs that read the JSON.
+    """
 
     level: str
     seen: str
     limit: str = ""
     fix: str = ""
-    check: str = ""  # the name of the check that found it
+    check: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def __str__(self) -> str:
         limit = f" ({self.limit})" if self.limit else ""
@@ -82,9 +89,9 @@ class Finding:
         return " ".join(text.split())  # one line, also with the output of other programs in it
 
 
-def fine(seen: str) -> Finding:
+def fine(seen: str, **values: Any) -> Finding:
     """No problem."""
-    return Finding(OK, seen)
+    return Finding(OK, seen, values=values)
 
 
 def warning(seen: str, *, limit: str, fix: str) -> Finding:

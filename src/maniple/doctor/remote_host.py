@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,23 +16,25 @@ import msgspec
 from maniple.clock import Deadline
 from maniple.connection.find_host import locate_host, with_token
 from maniple.doctor.checks import Case, Checks, Finding, fine, grave, warning
+from maniple.doctor.line import STEP_TIMES_S, LineSpeed, suggest
 from maniple.environment import Environment
 from maniple.errors import BadFrame, InvalidArgument, ManipleError, NotAdmitted
-from maniple.host.watchers import MAX_ECHO_BYTES
+from maniple.host.watchers import MAX_ECHO_BYTES, incompressible
 from maniple.record.folder import versions
 from maniple.text import count
 from maniple.wire.address import Address
 from maniple.wire.auth import authenticate
 from maniple.wire.frames import Stalled, Stream, configure_socket
-from maniple.wire.messages import AuthChallenge, DoctorReply, DoctorRequest, Echo
+from maniple.wire.messages import AuthChallenge, DoctorReply, DoctorRequest, Echo, LineTest
 
 checks = Checks("host")
 T = TypeVar("T")
 Steps = Iterator[tuple[str, Finding]]  # with the names of their checks
-_STEPS = ("address", "port", "greeting", "encryption", "token", "both versions", "both clocks", "center", "way")
+_STEPS = ("address", "port", "greeting", "encryption", "token", "both versions", "both clocks", "center", "way", "rule")
 _ECHOES = 5
-ECHO_BYTES = 1 << 20
-assert ECHO_BYTES <= MAX_ECHO_BYTES
+_FIRST_TEST_BYTES = 1 << 16
+_TEST_S = 0.5  # a longer test of a direction of the line is the last one; the longest takes four times as long
+_BYTES_PER_PARAMETER = 4
 _CLOCKS_S = 1.0  # apart
 _LOOK_AT_SERVER = "Its server may be stopped, swapping or overloaded: look at its machine and logs/server.log."
 
@@ -85,11 +88,12 @@ def _visit(case: Case) -> Steps:
         return
     yield "port", fine(f"{where} takes connections; only this direction is needed, from workers to the host")
     with closing(link):
-        yield from _enter(link, where, environment, wait_s)
+        yield from _enter(link, where, environment, case)
 
 
-def _enter(link: socket.socket, where: Address, environment: Environment, wait_s: float) -> Steps:
+def _enter(link: socket.socket, where: Address, environment: Environment, case: Case) -> Steps:
     """Encrypt if there is a certificate, and prove to know the token."""
+    wait_s = case.wait_s
     try:
         stream = Stream(configure_socket(link, _tls_context(environment), timeout_s=wait_s))
         stream.set_timeout(wait_s)
@@ -128,7 +132,7 @@ def _enter(link: socket.socket, where: Address, environment: Environment, wait_s
         yield "token", grave(f"the host ended the talk after the proof: {error}", limit=limit, fix=fix)
     else:
         yield "token", fine("both sides know the token")
-        yield from _converse(stream, wait_s)
+        yield from _converse(stream, case, is_near=where.path is not None)
 
 
 def _tls_context(environment: Environment) -> Any:
@@ -170,11 +174,17 @@ def _no_host(where: Address, error: Exception | None, service: str) -> tuple[str
     return "greeting", grave(seen, limit="a host of maniple says hello at once", fix=fix)
 
 
-def _converse(stream: Stream, wait_s: float) -> Steps:
-    """Ask the host how it is, and measure the way: how long a word takes there and back, and how fast values flow."""
+def _converse(stream: Stream, case: Case, *, is_near: bool) -> Steps:
+    """Ask the host how it is, and measure the way: how long a word takes there and back, and how fast values flow.
+
+    Args:
+        stream: the connection.
+        case: for the size of the model and the time of a step.
+        is_near: the host is on this machine, where workers that `maniple run` starts need no line.
+    """
     reply, told, offset_s, round_trip_s = None, dict[str, Any](), 0.0, 0.0
     try:
-        stream.set_timeout(wait_s)
+        stream.set_timeout(case.wait_s)
         round_trip_s = min(_echo(stream, 0) for _ in range(_ECHOES))
         before = time.time()
         stream.send(DoctorRequest())
@@ -183,10 +193,20 @@ def _converse(stream: Stream, wait_s: float) -> Steps:
         if isinstance(message, DoctorReply):
             reply, told = message, msgspec.json.decode(data)
             offset_s = message.time - (before + time.time()) / 2
-        rate = 2 * ECHO_BYTES / _echo(stream, ECHO_BYTES)
-        size = sum(int(one["bytes"]) for one in told.get("centers", ()))
-        exchange = f"; an exchange of the center takes about {2 * size / rate:.2g} s" if size else ""
-        yield "way", fine(f"there and back in {1000 * round_trip_s:.2g} ms, {rate / 1e6:,.0f} MB/s{exchange}")
+        up, down = (_bytes_per_s(stream, round_trip_s, is_up=is_up) for is_up in (True, False))
+        line = LineSpeed(round_trip_s, up, down)
+        size = case.model_mb * 1e6 or sum(int(one["bytes"]) for one in told.get("centers", ()))
+        exchange = (
+            f"; an exchange of {_mb(size)} MB takes about {line.exchange_s(size / _BYTES_PER_PARAMETER):.2g} s"
+            if size
+            else ""
+        )
+        speeds = f"{_mb(up)} MB/s to the host, {_mb(down)} MB/s from it"
+        yield "way", fine(f"there and back in {1000 * round_trip_s:.2g} ms, {speeds}{exchange}", **asdict(line))
+        if not is_near:
+            known_s = 0.0 if case.model_mb else told.get("step_s") or 0.0  # of the host's model, not of another
+            for finding in _suggest(line, size, case.step_s or known_s):
+                yield "rule", finding
     except (OSError, ManipleError, msgspec.DecodeError) as error:
         seen, limit = "the host accepted the token and then broke off", "it describes itself to anyone with the token"
         yield "center", grave(f"{seen}: {_plain(error)}", limit=limit, fix=_LOOK_AT_SERVER)
@@ -203,6 +223,35 @@ def _echo(stream: Stream, size: int) -> float:
     _, returned = stream.receive()
     stream.receive_bytes(returned, at_most=size)
     return time.perf_counter() - before
+
+
+def _bytes_per_s(stream: Stream, round_trip_s: float, *, is_up: bool) -> float:
+    """The throughput of one direction, from messages that grow until one takes `_TEST_S`, or has the largest size."""
+    size = _FIRST_TEST_BYTES
+    while True:
+        payload = incompressible(size) if is_up else b""
+        before = time.perf_counter()
+        stream.send(LineTest(0 if is_up else size), payload)
+        _, returned = stream.receive()
+        stream.receive_bytes(returned, at_most=MAX_ECHO_BYTES)
+        seconds = time.perf_counter() - before
+        if seconds >= _TEST_S or size == MAX_ECHO_BYTES:
+            return size / max(seconds - round_trip_s, 1e-6)
+        size = min(4 * size, MAX_ECHO_BYTES)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.2g}"
+
+
+def _suggest(line: LineSpeed, size_bytes: float, step_s: float) -> Iterator[Finding]:
+    """A rule, a period and a compression for workers at the other end of this line."""
+    if not size_bytes:
+        yield fine("no model is known: --model-size 120M and --step-time 0.2 make this suggest rule, period and wire")
+        return
+    for seconds in (step_s,) if step_s else STEP_TIMES_S:
+        found = suggest(line, size_bytes / _BYTES_PER_PARAMETER, seconds)
+        yield fine(f"{found.options}: {found.reason}", step_s=seconds, options=found.options, **asdict(found))
 
 
 def _compare_versions(theirs: dict[str, str]) -> Steps:

@@ -200,7 +200,7 @@ class Server:
         elif proof.role == "feed":
             serve_feed(stream, self._segment.path, proof.worker, self._over.is_set, self._quota.take)
         elif proof.role == "doctor":
-            serve_doctor(stream, self._segment)
+            serve_doctor(stream, self._segment, self._folder)
         elif proof.role == "watch":
             self._watchers.serve(stream, lambda: self._have_workers_left)
         else:

@@ -4,6 +4,8 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -14,7 +16,9 @@ from maniple.host.snapshots import open_centers, save
 from maniple.live_settings import check_changes
 from maniple.memory.segment import Segment
 from maniple.record import Events, RunFolder
+from maniple.record.events import parse_events
 from maniple.record.folder import versions
+from maniple.text import read_end
 from maniple.wire.auth import AUTH_TIMEOUT_S
 from maniple.wire.frames import Stream
 from maniple.wire.messages import (
@@ -26,12 +30,15 @@ from maniple.wire.messages import (
     Echo,
     FileList,
     FilePart,
+    LineTest,
     ListFiles,
     ReadFile,
     WatcherCommand,
 )
 
 MAX_ECHO_BYTES = 8 << 20  # enough to measure the bandwidth of a fast network
+_RANDOM = os.urandom(1 << 16)  # repeated: longer than the window of the compression of ssh and of most tunnels
+_LAST_ROWS_BYTES = 1 << 18  # of a worker's rows: minutes of training
 _WATCHER_TIMEOUT_S = 60.0  # an idle watcher reconnects when it needs the host again
 _MAX_COMMAND_BYTES = 1 << 16
 _MAX_NAME = 100  # characters of a name or a person in messages and events
@@ -117,17 +124,26 @@ class WatcherService:
         return f"change {changes.number}, {text}: the workers ({self._segment.live}) follow after their next heartbeat"
 
 
-def serve_doctor(stream: Stream, segment: Segment) -> None:
+def incompressible(size: int) -> bytes:
+    """Bytes that no tunnel sends faster than others."""
+    return (_RANDOM * (size // len(_RANDOM) + 1))[:size]
+
+
+def serve_doctor(stream: Stream, segment: Segment, folder: RunFolder) -> None:
     """Answer `maniple doctor` until it closes the connection or is silent for too long."""
     stream.set_timeout(AUTH_TIMEOUT_S)
     while True:
         message, size = stream.receive()
         data = stream.receive_bytes(size, at_most=MAX_ECHO_BYTES)
         if isinstance(message, DoctorRequest):
-            about = msgspec.json.encode({"versions": versions(), "centers": _describe_centers(segment)})
-            stream.send(DoctorReply(time.time(), platform.node(), segment.live), about)
+            about = {"versions": versions(), "centers": _describe_centers(segment), "step_s": _step_s(folder)}
+            stream.send(DoctorReply(time.time(), platform.node(), segment.live), msgspec.json.encode(about))
         elif isinstance(message, Echo):
             stream.send(message, data)
+        elif isinstance(message, LineTest):
+            if not 0 <= message.reply_bytes <= MAX_ECHO_BYTES:
+                raise BadFrame(f"{message.reply_bytes} bytes are asked for, where 0 to {MAX_ECHO_BYTES} may be.")
+            stream.send(LineTest(), incompressible(message.reply_bytes))
         else:
             raise BadFrame(f"{type(message).__name__} is no message of a doctor.")
 
@@ -142,3 +158,19 @@ def _describe_centers(segment: Segment) -> list[dict[str, Any]]:
         }
         for center in open_centers(segment)
     ]
+
+
+def _step_s(folder: RunFolder) -> float | None:
+    """The median over the workers of the seconds of a step, exchanges left out; None before there are any."""
+    found: list[float] = []
+    for path in (folder.path / "events").glob("worker-*.jsonl"):
+        end = read_end(path, _LAST_ROWS_BYTES)
+        lines = end.split(b"\n")[len(end) == _LAST_ROWS_BYTES :]  # the first one may be cut
+        rows = [row for row in parse_events(lines) if row["event"] == "progress"]
+        with suppress(KeyError, TypeError, IndexError):  # rows that maniple did not write
+            first, last = rows[0], rows[-1]
+            steps = last["step"] - first["step"]
+            spent_s = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in ("exchange", "others"))
+            if steps > 0 and (seconds := last["elapsed"] - first["elapsed"] - spent_s) > 0:
+                found.append(seconds / steps)
+    return median(found) if found else None

@@ -365,6 +365,12 @@ class Echo(Message, frozen=True, tag=62):
     """Sent by the doctor, and returned by the host with the same payload."""
 
 
+class LineTest(Message, frozen=True, tag=63):
+    """Sent by the doctor: discard the payload, and reply with `reply_bytes` bytes. The reply is one such message."""
+
+    reply_bytes: int = 0
+
+
 # Role "watch": reading and steering a run from elsewhere.
 
 FILE_PART_BYTES = 1 << 20  # limit of one `FilePart`: large enough for throughput, small enough for any watcher
