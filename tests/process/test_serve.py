@@ -365,7 +365,7 @@ def test_host_begins_with_the_arrays_of_a_file(serve, tmp_path, monkeypatch):
         (["serve", "--tls", "--certificate", "c.pem", "--key", "k.pem"], "cannot be used", 2),
         (["serve", "--snapshot-every", "-1"], "out of range (0 or more)", 2),
         (["serve", "--from", "none.h5"], "no file", 2),
-        (["serve", "--wire", "int4"], "int4", 2),
+        (["serve", "--wire", "int3"], "int3", 2),
         (["run", "--tls", "script.py"], "add --listen", 2),
         (["run", "--snapshot", "3", "script.py"], "Add --resume", 2),
         (["join", "127.0.0.1:1", "none.py"], "no script", 2),
