@@ -157,6 +157,11 @@ class Center(Protocol):
     def push(
         self, model: FlatModel, on_value: OnValue | None = None, *, state_copy: Sequence[State] | None = None
     ) -> Outcome: ...
+    @property
+    def has_unsent(self) -> bool:
+        """Whether exchanges have left out changes that only a last one (`ExchangeInfo.is_last`) sends completely."""
+        ...
+
     def release(self) -> None:
         """Free memory that can be restored when it is needed."""
         ...

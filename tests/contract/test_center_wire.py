@@ -54,8 +54,8 @@ class Worker:
         self.params["w"] += change.astype(self.params["w"].dtype)
         self.total += change
 
-    def exchange(self, rule=None):
-        return self.center.exchange(self.model, rule or Downpour(), self.kept, ExchangeInfo())
+    def exchange(self, rule=None, *, is_last=False):
+        return self.center.exchange(self.model, rule or Downpour(), self.kept, ExchangeInfo(is_last=is_last))
 
     @property
     def unsent(self) -> np.ndarray:
@@ -88,6 +88,18 @@ def test_changes_of_two_workers_arrive_but_for_what_is_still_to_be_sent(host, wi
             worker.exchange()
     if wire != "topk":
         np.testing.assert_allclose(workers[0].value(), total, atol=1e-3)
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk"])
+def test_last_exchange_of_a_worker_sends_all_that_is_left(host, wire):
+    worker = Worker(host, wire)
+    for _ in range(3):
+        worker.train()
+        worker.exchange()
+        assert worker.center.has_unsent and np.abs(worker.unsent).max() > 0.1
+    outcome = worker.exchange(is_last=True)
+    assert outcome.size_bytes == 2 * ONE_WAY["bfloat16"] and not worker.center.has_unsent
+    np.testing.assert_allclose(worker.value(), worker.total, rtol=2**-7, atol=0.01)
 
 
 @pytest.mark.parametrize("wire", CHANGES)

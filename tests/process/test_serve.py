@@ -171,13 +171,16 @@ def test_bytes_of_packed_exchanges_are_those_of_the_formula(serve, wire, rule):
     kept = 64 * (102_100 // 4096) + -(-64 * (102_100 % 4096) // 4096)
     one_way["topk"] = -(-12 * kept // 8) + -(-2 * kept // 8) + 8 * -(-102_100 // 4096)
     reply = one_way["bfloat16"] if wire in {"int4", "topk"} else one_way[wire]  # values, which need more bits
-    rows = host.events(0, "exchange")
+    *rows, last = host.events(0, "exchange")
+    for row in (*rows, last):  # what really went through the sockets
+        assert row["bytes"] <= row["wire_bytes"] <= 1.02 * row["bytes"]
+    if wire in {"int4", "topk"}:  # when it leaves, the worker sends what is left
+        assert last["bytes"] == 2 * reply
+    else:
+        rows.append(last)
     assert len(rows) == 10
     assert {row["bytes"] for row in rows} == {one_way[wire] + reply}
-    for row in rows:  # what really went through the sockets
-        assert row["bytes"] <= row["wire_bytes"] <= 1.02 * row["bytes"]
-    if wire != "topk":  # which has sent an eighth of the values
-        assert np.allclose(host.center["w"], 1.1 if rule != "downpour" else 1.2, atol=0.15)
+    assert np.allclose(host.center["w"], 1.1 if rule != "downpour" else 1.2, atol=0.15 if rule != "downpour" else 0.01)
 
 
 def test_codec_for_changes_is_refused_with_a_rule_that_sends_values_before_anything_is_shared(serve):
@@ -362,7 +365,7 @@ def test_host_begins_with_the_arrays_of_a_file(serve, tmp_path, monkeypatch):
         (["serve", "--tls", "--certificate", "c.pem", "--key", "k.pem"], "cannot be used", 2),
         (["serve", "--snapshot-every", "-1"], "out of range (0 or more)", 2),
         (["serve", "--from", "none.h5"], "no file", 2),
-        (["serve", "--wire", "int4"], "int4", 2),
+        (["serve", "--wire", "int3"], "int3", 2),
         (["run", "--tls", "script.py"], "add --listen", 2),
         (["run", "--snapshot", "3", "script.py"], "Add --resume", 2),
         (["join", "127.0.0.1:1", "none.py"], "no script", 2),

@@ -39,6 +39,7 @@ TESTED_THROUGH = {
     "maniple.adapters.base": "the adapters of unit/test_adapters.py derive from it",
     "maniple.adapters.numpy_arrays": "unit/test_adapters.py, which adapts dicts of arrays",
     "maniple.adapters.torch_*": "unit/test_adapters_torch_*.py, which adapt modules and optimizers",
+    "maniple.center.worker_sessions": "contract/test_server.py and process/test_chaos.py, by workers that reconnect",
     "maniple.center.tcp_server": "contract/test_server.py and contract/test_center.py, through a live server",
     "maniple.collectives.barrier": "contract/test_collectives.py and test_collectives_membership.py, which wait at it",
     "maniple.collectives.group": "contract/test_collectives.py: every engine derives from it",

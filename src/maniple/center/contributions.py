@@ -67,6 +67,11 @@ class ErrorFeedback:
         """The size of chunk k on the wire."""
         return self._layout.chunks[k].size_bytes if is_plain else self._sizes[is_change][k]
 
+    @property
+    def is_for_changes(self) -> bool:
+        """Whether changes have a coarser codec than values, and so much of them is sent late."""
+        return self._codecs[True] != self._codecs[False]
+
     def total_bytes(self, *, is_change: bool = False, is_plain: bool = False) -> int:
         """The size of all chunks on the wire, without headers."""
         return self._layout.size_bytes if is_plain else sum(self._sizes[is_change])
@@ -88,12 +93,12 @@ class ErrorFeedback:
         np.copyto(error, 0, where=~np.isfinite(error))
         return data
 
-    def compress_change(self, k: int, change: Array) -> Array:
-        """Compress `change`, and set it to what the receiver will decode.
+    def compress_change(self, k: int, change: Array, *, is_last: bool = False) -> Array:
+        """Compress `change`, and set it to what the receiver will decode; the last one by the codec for values.
 
         The rest is not lost: it stays in the difference between the replica and the center.
         """
-        codec = self.codec(k, is_change=True)
+        codec = self.codec(k, is_change=not is_last)
         if codec.is_plain:
             return change
         data = self._pack(codec, change)
@@ -249,11 +254,11 @@ class SendChanges(Contribution):
     """Sends what the replica has changed since it last received the center's value, which is in the rule's state.
 
     `sent` keeps the changes in flight until it is known whether they were applied. If so, only they are subtracted
-    from the replica's difference: it may have trained in the meantime.
+    from the replica's difference: it may have trained in the meantime. A worker's last exchange sends all that is left,
+    by the codec for values: nothing comes after it.
     """
 
     answer = answer_compressed = "value"
-    is_change = True
 
     def __init__(
         self,
@@ -264,14 +269,16 @@ class SendChanges(Contribution):
         *,
         state: Sequence[State],
         sent: list[Array],
+        is_last: bool,
     ) -> None:
         super().__init__(center, model, operation, rule, state)
         self._old, self._sent = [its["center"] for its in state], sent
+        self.is_change = not is_last
 
     def payload(self, k: int) -> Array:
         with np.errstate(invalid="ignore"):
             np.subtract(self._model.array(k), self._old[k], out=self._sent[k])
-        return self._center.feedback.compress_change(k, self._sent[k])
+        return self._center.feedback.compress_change(k, self._sent[k], is_last=not self.is_change)
 
     def on_reply(self, k: int, reply: ExchangeReply, stream: Stream, size: int) -> None:
         if not reply.is_clean:

@@ -46,6 +46,8 @@ def chunk_bytes(name: str) -> int:
 class SharedCenter:
     """One worker's (or the host's) view of a center in shared memory."""
 
+    has_unsent = False  # nothing is compressed here
+
     def __init__(self, segment: Segment, path: Path, *, rank: int = -1, lock: bool = True) -> None:
         """Map a center that is ready; `open_or_create` and `open` see to that."""
         self._segment, self._rank, self._lock = segment, rank, lock

@@ -66,6 +66,7 @@ class TcpCenter:
         self.link, self.name, self.layout = link, name, layout
         self.feedback = ErrorFeedback(layout, wire, parameter_count=parameter_count)
         self.seen = [0] * len(layout.chunks)
+        self.has_unsent = False
         self._chunks: ChunkedModel | None = None  # of the model of the last exchange
         self._rank, self._deadline_s = rank, deadline_s
         self._live, self._last_live = live, 1
@@ -154,7 +155,10 @@ class TcpCenter:
                 assert state is not None
                 if self._sent is None:
                     self._sent = self.layout.chunk_views(self.layout.allocate())
-                changes = SendChanges(self, chunks, operation, rule, state=state, sent=self._sent)
+                changes = SendChanges(
+                    self, chunks, operation, rule, state=state, sent=self._sent, is_last=moment.is_last
+                )
+                self.has_unsent = self.feedback.is_for_changes and not moment.is_last
                 outcome = self._run(changes, locked_s=locked_s)
             else:
                 values = SendValues(self, chunks, operation, rule, state)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from maniple.center.tcp_server import WorkerSessions
+from maniple.center.worker_sessions import WorkerSessions
 from maniple.clock import Deadline, clock
 from maniple.controller import WorkerProcess
 from maniple.environment import Environment

@@ -15,7 +15,8 @@ from typing import Any
 from maniple.center.memory_quota import MemoryQuota
 from maniple.center.shared import finish_all
 from maniple.center.staging import StagingFiles
-from maniple.center.tcp_server import CenterService, WorkerLeft, WorkerSessions
+from maniple.center.tcp_server import CenterService, WorkerLeft
+from maniple.center.worker_sessions import WorkerSessions
 from maniple.clock import Deadline, clock
 from maniple.controller import Controller
 from maniple.environment import Environment

@@ -266,7 +266,7 @@ class WithCenter(Sharing):
     def _finish(self, timeout_s: float) -> None:
         """Make the last exchange, waiting for a host that is away."""
         self._land(timeout_s)
-        if self.replica.steps_since_exchange and not self.replica.is_center:
+        if (self.replica.steps_since_exchange or self._center.has_unsent) and not self.replica.is_center:
             self._exchange(is_last=True)
             deadline = Deadline(timeout_s)
             while self._away_since is not None and not self._context.host.is_over and not deadline.is_over():
