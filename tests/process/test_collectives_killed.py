@@ -57,7 +57,7 @@ def test_a_worker_that_hangs_is_named_after_the_limit_that_the_others_have_learn
         assert "WaitedTooLong" in words
         assert "worker 2" in words
         assert "limit 3 s, learned from the last" in words
-        assert "rounds: median 0.0" in words
+        assert "rounds: median" in words
 
 
 def test_a_killed_worker_ends_all_that_mpi_has_started(tmp_path: Path):

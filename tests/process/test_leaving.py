@@ -42,5 +42,6 @@ def test_a_worker_that_waits_for_another_one_leaves_within_its_grace_period(star
         os.kill(going.pid(1), signal.SIGTERM)
     assert going.await_event(1, "leave")[0]["failed"] is False
     going.wait()
+    assert "worker 0 was killed by SIGTERM (exit code 143)" in going.output, going.output
     assert "Traceback" not in going.output, going.output
     assert going.center["w"].min() >= least, "what was learned is in the center"

@@ -37,6 +37,7 @@ _FOLDS = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torc
 _STORE_WAIT_S = 1.0  # one look at the store for a worker that has not come yet
 _BLAME_S = 0.5  # late workers have this long to say for whom they wait themselves
 _SIGNAL_S = 0.1  # how often a waiting worker looks whether it has to leave
+_END_S = 1.0  # for the thread that waits to end
 _opened: Counter[str] = Counter()
 _stores: dict[str, Any] = {}
 
@@ -305,7 +306,8 @@ class _Waiter:
         self._wait = wait
         self._tasks = SimpleQueue[Sequence[PeerMessage] | None]()
         self._results = SimpleQueue[Late | Exception]()
-        threading.Thread(target=self._work, name="maniple gloo", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="maniple gloo", daemon=True)
+        self._thread.start()
 
     def wait(self, messages: Sequence[PeerMessage], on_wait: Callable[[], None]) -> Late:
         """Wait for all; `on_wait` may raise to give up. Then the thread goes on waiting, and takes no more."""
@@ -321,8 +323,12 @@ class _Waiter:
             return result
 
     def close(self) -> None:
-        """End the thread, once it waits no longer."""
+        """End the thread, unless a wait was given up that goes on.
+
+        At the end of the process Gloo aborts it if a thread still refers to messages.
+        """
         self._tasks.put(None)
+        self._thread.join(_END_S)
 
     def _work(self) -> None:
         while (messages := self._tasks.get()) is not None:
@@ -330,6 +336,7 @@ class _Waiter:
                 self._results.put(self._wait(messages))
             except Exception as error:  # raised again in the main thread
                 self._results.put(error)
+            del messages
 
 
 def _rendezvous(environment: Environment, deadline_s: float, folder: Path | None) -> tuple[Any, int, int]:
