@@ -44,6 +44,14 @@ def test_a_worker_in_columns():
     }  # fmt: skip
 
 
+def test_what_a_gate_does_is_shown_in_runs_that_have_one():
+    gated = WorkerState("training")
+    gated.values["gated"] = 3
+    assert columns(gated)["gated"] == "3"
+    assert columns(TRAINING, [gated])["gated"] == "–"
+    assert "gated" not in columns(TRAINING)
+
+
 def test_steps_are_shown_where_nobody_counts_samples():
     assert columns(worker("training", Counts(step=5), steps_per_s=7.0))["speed"] == "7 steps/s"
 

@@ -121,7 +121,7 @@ class LocalConnection(_Connection):
         self.status.start()
 
     def open(
-        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None = None
     ) -> tuple[Center, bool]:
         """The center `name`, and whether this worker has created it."""
         del wire  # nothing is sent in shared memory
@@ -206,7 +206,7 @@ class RemoteConnection(_Connection):
         self._link.on_wait = on_wait
 
     def open(
-        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None
+        self, name: str, model: Adapter, *, rule: Rule, lock: bool, wire: str, gate: Gate | None = None
     ) -> tuple[Center, bool]:
         if not lock:
             raise InvalidArgument(
