@@ -175,7 +175,7 @@ def test_settings_of_the_command_line():
         ({"momentum": 1.5}, "not from 0 to 1"),
         ({"lr": -1}, "not from 0 to 2"),
         ({"every": 0}, "no whole number of 1 or more"),
-        ({"every": 4, "fragments": 8}, "each fragment needs a step of its own"),
+        ({"every": 4, "fragments": 8}, "each fragment needs its own step"),
         ({"every": 10, "fragments": 2, "delay": 5}, "one round is in flight at a time"),
         ({"alpha": 2}, "a share from 0 to 1"),
     ],

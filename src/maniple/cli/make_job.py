@@ -13,7 +13,7 @@ from maniple.job import Job
 from maniple.launch.resume import repeated_options
 from maniple.pace import Every, RateLimit, parse_pace
 from maniple.replica.sharing import check_rule_and_pace, check_wire
-from maniple.rules import parse_rule
+from maniple.rules import parse_rule, with_overlap
 from maniple.settings.options import LaunchOptions, Limits, take
 from maniple.user_class import parse_class
 from maniple.wire.address import Address
@@ -43,6 +43,8 @@ def job_from(**options: Any) -> Job:
         rule = parse_rule(options["rule"])
         if pace is not None:
             check_rule_and_pace(rule, parse_pace(pace))
+        if options["overlap"]:
+            rule = with_overlap(rule)
         if options["wire"] is not None:
             check_wire(rule, options["wire"])
         if hosts and rule.has_peers:

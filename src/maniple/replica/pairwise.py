@@ -47,11 +47,6 @@ class SynchronousPairs(Synchronous):
         self._restored: dict[str, Array] = {}  # the replica as it was before the run was resumed
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
-        if self._wire != "float32":
-            raise InvalidArgument(
-                f"{replica.rule!r} exchanges replicas as they are, not in {self._wire}, which would round them in each "
-                "round. Leave --wire out, or choose a rule that averages."
-            )
         rule = replica.rule
         assert isinstance(rule, Pairwise)
         if rule.perturb is not None:

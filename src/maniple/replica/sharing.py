@@ -255,10 +255,16 @@ def check_rule_and_pace(rule: Rule, pace: Pace) -> None:
 
 
 def check_wire(rule: Rule, wire: str) -> None:
-    """Raise InvalidArgument for a codec of changes (int4, topk) if the rule sends values."""
+    """Raise InvalidArgument for a codec of changes (int4, topk) if the rule sends values, or for one that rounds
+    replicas which are exchanged as they are."""
     from maniple.center.shared import is_operation_known
     from maniple.wire.codecs import get_codec
 
+    if isinstance(rule, Pairwise) and wire != "float32":
+        raise InvalidArgument(
+            f"{rule!r} exchanges replicas as they are, not in {wire}, which would round them in each round. Leave "
+            "--wire out, or choose a rule that averages."
+        )
     if not get_codec(wire).is_for_changes:
         return
     if rule.is_synchronous:
@@ -267,7 +273,7 @@ def check_wire(rule: Rule, wire: str) -> None:
     else:
         operation = rule.operation(ExchangeInfo()) if is_operation_known(type(rule)) else None
         sends_changes = operation is not None and operation.is_change
-        remedy = "int8, or a rule that sends changes (downpour)"
+        remedy = "int8, or a rule that sends changes (downpour, or diloco:sync=false)"
     if not sends_changes:
         raise InvalidArgument(
             f"wire={wire!r} carries changes only, since so few bits of a parameter are useless, but {rule!r} sends the "
@@ -278,6 +284,7 @@ def check_wire(rule: Rule, wire: str) -> None:
 def check_collectives(rule: Rule, pace: Pace, collectives: Collectives, wire: str) -> None:
     """Raise Conflict or InvalidArgument if a synchronous rule does not work at this pace or with these collectives."""
     check_rule_and_pace(rule, pace)
+    check_wire(rule, wire)
     if not rule.quorum:
         return
     if collectives.elastic is None and collectives.name != "alone":

@@ -13,7 +13,7 @@ from maniple.rules.easgd import EAMSGD, EASGD
 from maniple.rules.gossip import Gossip, NoLoCo
 from maniple.rules.kernels import warm_up, warm_up_in_background
 from maniple.rules.pairs import Pairwise, Swap, Tournament, draw_pairs
-from maniple.rules.rule import Rule, changed, settings_of
+from maniple.rules.rule import Rule, changed, settings_of, with_overlap
 
 __all__ = [
     "ASGD",
@@ -38,6 +38,7 @@ __all__ = [
     "settings_of",
     "warm_up",
     "warm_up_in_background",
+    "with_overlap",
 ]
 
 RULES: dict[str, type[Rule]] = {

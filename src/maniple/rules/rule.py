@@ -1,5 +1,6 @@
 """Rules: what an exchange between a replica and the center computes. No I/O."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -194,6 +195,20 @@ def changed(rule: Rule, settings: Mapping[str, Any]) -> Rule:
             "another momentum. Start a run with it."
         )
     return made
+
+
+def with_overlap(rule: Rule) -> Rule:
+    """A copy of `rule` whose exchanges run in the background."""
+    if "overlap" in settings_of(type(rule)):
+        return changed(rule, {"overlap": True})
+    if rule.is_synchronous or rule.has_peers:
+        raise InvalidArgument(
+            f"--overlap with {rule!r}, whose exchanges cannot run in the background. Leave it out, or use a rule of "
+            "the center, localsgd, diloco or bsp."
+        )
+    other = copy.copy(rule)
+    other.overlap = True
+    return other
 
 
 def _mechanism(rule: Rule) -> tuple[bool, bool, StateNames, StateNames, float | None]:

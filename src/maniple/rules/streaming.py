@@ -33,13 +33,14 @@ class Streaming(Rule):
         self.delay = None if delay is None else checked_count("delay", delay, 0)
         self.alpha = self.own_share = None if alpha is None else checked_share(name, "alpha", alpha)
         self.overlap = checked_flag(name, "overlap", overlap)
-        if self.delay is not None and self.delay >= max(1, self.every // self.fragments) and self.delay:
+        distance = max(1, self.every // self.fragments)
+        if self.delay and self.delay >= distance:
             raise InvalidArgument(
-                f"{name} has delay={delay}, but the next round begins {max(1, self.every // self.fragments)} steps "
+                f"{name} has delay={self.delay}, but the next round begins {distance} steps "
                 "later (every / fragments), and one round is in flight at a time. Choose a smaller delay."
             )
         if self.fragments > self.every:
             raise InvalidArgument(
-                f"{name} has fragments={fragments}, but every={self.every}: each fragment needs a step of its own. "
+                f"{name} has fragments={self.fragments}, but every={self.every}: each fragment needs its own step. "
                 "Choose fewer fragments, or exchange less often."
             )

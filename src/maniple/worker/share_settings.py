@@ -1,6 +1,5 @@
 """Rule, pace and wire format of a model that is shared: from the script, the command line or defaults, and checked."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from maniple.layout import check_state_names
 from maniple.pace import Every, Pace, parse_pace
 from maniple.replica import Replica
 from maniple.replica.sharing import check_wire
-from maniple.rules import Rule, changed, parse_rule, settings_of
+from maniple.rules import Rule, parse_rule, with_overlap
 
 T = TypeVar("T")
 
@@ -40,20 +39,6 @@ def warn_local_buffers(model: Any, rule: Rule) -> None:
             "worker, since with momentum a variance could become negative. Its synchronous form averages them",
             stacklevel=3,
         )
-
-
-def with_overlap(rule: Rule) -> Rule:
-    """A copy of `rule` whose exchanges run in the background."""
-    if "overlap" in settings_of(type(rule)):
-        return changed(rule, {"overlap": True})
-    if rule.is_synchronous or rule.has_peers:
-        raise InvalidArgument(
-            f"--overlap with {rule!r}, whose exchanges cannot run in the background. Leave it out, or use a rule of "
-            "the center, localsgd, diloco or bsp."
-        )
-    other = copy.copy(rule)
-    other.overlap = True
-    return other
 
 
 def agreed(what: str, script: T | None, command_line: T | None, default: T) -> T:
