@@ -139,7 +139,7 @@ def main() -> None:
                 "form": name,
                 "bits per character": statistics.fmean(losses),
                 "95 % interval +-": half,
-                "seeds": str(losses),
+                "seeds": ", ".join(f"{loss:.2f}" for loss in losses),
             }
         )
     report("diloco", f"DiLoCo, {p} workers, H = {args.every}, {args.rounds} exchanges of each", rows)
