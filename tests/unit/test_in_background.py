@@ -193,5 +193,5 @@ def test_the_error_of_a_call_reaches_the_training_thread():
 
     call = BackgroundCall(fail, TrainingMark(0, None))
     with pytest.raises(HostAway, match="gone"):
-        call.result(PATIENCE_S, "it")
+        call.result(PATIENCE_S, "it", lambda: None)
     assert call.duration_s > 0

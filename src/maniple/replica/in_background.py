@@ -24,7 +24,7 @@ from maniple.replica.nonfinite import is_finite
 from maniple.replica.replica import TrainingMark
 
 T = TypeVar("T")
-_POLL_S = 0.05  # between two looks whether a signal asks the waiting thread to exit
+_POLL_S = 0.05  # between two calls of `on_wait`
 
 
 class BackgroundCall(Generic[T]):
@@ -49,14 +49,16 @@ class BackgroundCall(Generic[T]):
         """The call has ended."""
         return self._is_done.is_set()
 
-    def result(self, timeout_s: float, what: str) -> T:
+    def result(self, timeout_s: float, what: str, on_wait: Callable[[], None]) -> T:
         """Wait for the end of the call; give its result, or raise its error.
 
-        The call has deadlines of its own, so `timeout_s` limits the wait only if these fail.
+        The call has deadlines of its own; `timeout_s` is for one that must be shorter. `on_wait` is called every 50 ms,
+        and may raise to give up: the call then goes on, and `result` may be called again.
         """
         deadline = Deadline(timeout_s)
         while not self._is_done.wait(_POLL_S):
             deadline.check(lambda: what)
+            on_wait()
         if self._error is not None:
             raise self._error
         return self._result  # pyright: ignore[reportReturnType]

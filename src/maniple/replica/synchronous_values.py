@@ -140,15 +140,19 @@ class SynchronousValues(Synchronous):
         if (flight := self._flight) is None:
             return
         replica, begin = self.replica, clock.monotonic()
-        self._flight, replica.is_exchanging = None, True
+        replica.is_exchanging = True
         try:
-            try:
-                self._last = flight.result(math.inf, "a round in the background")  # it has a deadline itself
-                self.rounds += 1
-            except PassedOver:
-                self._join_again()
-            finally:
+            try:  # the round has a deadline itself
+                made = flight.result(math.inf, "a round in the background", self._context.exit_if_overdue)
+                self._last, self._flight, self.rounds = made, None, self.rounds + 1
                 self._collectives.set_background(False)
+            except PassedOver:
+                self._flight = None
+                self._collectives.set_background(False)
+                self._join_again()
+            except Exception:
+                self._flight = None
+                raise
             waited_s = clock.monotonic() - begin
             self.waited_s += waited_s
             self._end_round(flight.mark, is_late=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from maniple.adapters import Adapter
 from maniple.clock import Deadline, clock
 from maniple.contracts import Array, Center, ExchangeInfo, Outcome, State
-from maniple.errors import HostAway
+from maniple.errors import HostAway, WaitedTooLong
 from maniple.pace import Every
 from maniple.replica.context import TrainingContext
 from maniple.replica.in_background import BackgroundCall, ReplicaCopy
@@ -131,13 +131,13 @@ class WithCenter(Sharing):
         replica, begin, away, outcome = self.replica, clock.monotonic(), None, Outcome()
         replica.is_exchanging = True
         try:
-            outcome = flight.result(timeout_s, "an exchange in the background")
+            outcome = flight.result(timeout_s, "an exchange in the background", self._context.exit_if_overdue)
         except HostAway as error:  # parts of it may have been applied
             away, self._next_send = error, clock.monotonic() + _RESEND_S
         finally:
             waited_s = clock.monotonic() - begin
-            self._flight = None
-            if flight.is_done:
+            if flight.is_done:  # else the wait for it was given up
+                self._flight = None
                 self._copy.bring_back()
             replica.is_exchanging = False
         hidden_s = max(0.0, flight.duration_s - waited_s)
@@ -265,7 +265,11 @@ class WithCenter(Sharing):
 
     def _finish(self, timeout_s: float) -> None:
         """Make the last exchange, waiting for a host that is away."""
-        self._land(timeout_s)
+        try:
+            self._land(timeout_s)
+        except WaitedTooLong as error:  # the host applies it as a whole or not at all
+            warnings.warn(f"{error} This worker leaves without its last steps", stacklevel=2)
+            return
         if (self.replica.steps_since_exchange or self._center.has_unsent) and not self.replica.is_center:
             self._exchange(is_last=True)
             deadline = Deadline(timeout_s)
