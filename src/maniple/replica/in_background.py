@@ -112,11 +112,10 @@ class ReplicaCopy:
             for i, value in enumerate(self._values):
                 value[:] = model.array(i)
                 model.commit(i)
-        for dtype, vector in self._sent.items():
-            vector[:] = self.flat[dtype]
+        self.drop_changes()
 
     def bring_back(self) -> None:
-        """Apply to the replica what has changed in the copy since `take`."""
+        """Apply to the replica what has changed in the copy since `take`, or since this was last called."""
         model = self._model
         model.begin()
         for i, (new, before) in enumerate(zip(self._values, self._before, strict=True)):
@@ -128,3 +127,9 @@ class ReplicaCopy:
                 np.copyto(before, 0, where=~np.isfinite(before))
             np.add(before, new, out=value)
             model.commit(i)
+        self.drop_changes()
+
+    def drop_changes(self) -> None:
+        """Do not bring back what has changed in the copy."""
+        for dtype, vector in self._sent.items():
+            vector[:] = self.flat[dtype]

@@ -52,6 +52,9 @@ class WithCenter(Sharing):
     _measured_from = (0.0, 0.0)  # the time, and the seconds spent in exchanges until then
     _flight: BackgroundCall[Outcome] | None = None
     _copy: ReplicaCopy | None = None  # allocated with the first exchange in the background
+    _is_unresolved = (
+        False  # an exchange of the copy has failed: what the host has applied of it comes into the copy later
+    )
 
     def __init__(self, center: Center, *, has_gate: bool = False) -> None:
         super().__init__(center)
@@ -98,6 +101,8 @@ class WithCenter(Sharing):
         except HostAway as error:
             self._note_absence(error, begin, clock.monotonic() - begin)
             return
+        finally:
+            self._bring_back_resolved()
         self._note_exchange(outcome, cost_s)
 
     def _exchanged(self, is_last: bool = False) -> tuple[Rule, list[State] | None, ExchangeInfo]:
@@ -116,6 +121,7 @@ class WithCenter(Sharing):
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
         copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
+        self._bring_back_resolved()  # with an exchange of another model
         with self._without_look_ahead():
             copy.take()
         act = functools.partial(self._center.exchange, copy, *self._exchanged())
@@ -136,10 +142,11 @@ class WithCenter(Sharing):
             away, self._next_send = error, clock.monotonic() + _RESEND_S
         finally:
             waited_s = clock.monotonic() - begin
-            self._flight = None
-            if flight.is_done:
+            if flight.is_done:  # else the wait was given up, and nothing else may be exchanged meanwhile
+                self._flight = None
                 self._copy.bring_back()
             replica.is_exchanging = False
+        self._is_unresolved = away is not None
         hidden_s = max(0.0, flight.duration_s - waited_s)
         replica.progress.hidden_s += hidden_s
         cost_s = self._sending_s + clock.monotonic() - begin
@@ -150,6 +157,16 @@ class WithCenter(Sharing):
         delay = replica.steps - flight.mark.steps
         replica.write_exchange("exchange", flight.start, flight.duration_s, outcome, hidden=hidden_s, delay=delay)
         self._note_exchange(outcome, cost_s, flight.mark)
+
+    def _bring_back_resolved(self) -> None:
+        """Bring back what a failed exchange in the background has turned out to have changed."""
+        if self._is_unresolved and self._copy is not None:
+            self._copy.bring_back()
+
+    def _drop_resolved(self) -> None:
+        """The replica is the center now: what a failed exchange has turned out to have changed is obsolete."""
+        if self._is_unresolved and self._copy is not None:
+            self._copy.drop_changes()
 
     def _note_absence(self, error: HostAway, begin: float, cost_s: float) -> None:
         """Count an exchange that has failed since the host is away."""
@@ -221,6 +238,7 @@ class WithCenter(Sharing):
         if not self._is_finished:
             self._land()
             self._pull_center()
+            self._drop_resolved()
 
     def push(self) -> None:
         if self._is_finished:
@@ -228,6 +246,7 @@ class WithCenter(Sharing):
         self._land()
         with self._context.requiring_host(self.replica):
             self.replica.timed("push", self._center.push, self._model, self._remember)
+        self._drop_resolved()
         self._context.exit_if_signalled()
 
     @contextmanager
