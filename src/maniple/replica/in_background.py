@@ -49,14 +49,23 @@ class BackgroundCall(Generic[T]):
         """The call has ended."""
         return self._is_done.is_set()
 
-    def result(self, timeout_s: float, what: str) -> T:
+    def wait(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Wait for the end of the call, which has deadlines of its own; `on_wait` may raise to give up."""
+        while not self._is_done.wait(_POLL_S):
+            on_wait()
+
+    def result(self, timeout_s: float, what: str, on_wait: Callable[[], None] = lambda: None) -> T:
         """Wait for the end of the call; give its result, or raise its error.
 
         The call has deadlines of its own, so `timeout_s` limits the wait only if these fail.
         """
         deadline = Deadline(timeout_s)
-        while not self._is_done.wait(_POLL_S):
+
+        def look() -> None:
+            on_wait()
             deadline.check(lambda: what)
+
+        self.wait(look)
         if self._error is not None:
             raise self._error
         return self._result  # pyright: ignore[reportReturnType]

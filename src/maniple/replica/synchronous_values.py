@@ -4,8 +4,8 @@ sync), as a whole or one fragment after the other, at once or in the background.
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -140,10 +140,12 @@ class SynchronousValues(Synchronous):
         if (flight := self._flight) is None:
             return
         replica, begin = self.replica, clock.monotonic()
-        self._flight, replica.is_exchanging = None, True
+        replica.is_exchanging = True
         try:
+            flight.wait(self._context.exit_if_overdue)  # then it is still in flight
+            self._flight = None
             try:
-                self._last = flight.result(math.inf, "a round in the background")  # it has a deadline itself
+                self._last = flight.result(math.inf, "a round in the background")
                 self.rounds += 1
             except PassedOver:
                 self._join_again()
@@ -156,6 +158,25 @@ class SynchronousValues(Synchronous):
             replica.is_exchanging = False
         replica.progress.hidden_s += max(0.0, flight.duration_s - waited_s)
         self._note_round(self._sending_s + clock.monotonic() - begin)
+
+    def await_round(self) -> None:
+        """Wait for the end of the round in flight: elastic members take one that waits elsewhere for one that does not
+        arrive here.
+        """
+        if self._flight is not None and self._elastic is not None:
+            self._flight.wait(self._context.exit_if_overdue)
+
+    def rest(self) -> None:
+        """Take no part until the next round, but in one that is in flight; called again while this worker waits."""
+        if self._flight is None or self._flight.is_done:
+            super().rest()
+
+    @contextmanager
+    def center(self) -> Generator[None]:
+        """Let the model hold the result of the last round, for which workers wait that have it still in flight."""
+        self._land()
+        with super().center():
+            yield
 
     def _join_again(self) -> None:
         """The others have gone on without this worker's round in flight: take over their state, and follow them."""
