@@ -229,6 +229,21 @@ def test_a_copy_brings_back_what_has_changed_in_it(share):
     assert params["a"].tolist() == [10, 12, 14, 16] and params["b"].tolist() == [[1, 1], [1, 1]]
 
 
+def test_a_running_variance_never_becomes_negative():
+    torch = pytest.importorskip("torch")
+    norm = torch.nn.BatchNorm1d(1)
+    model = adapt(norm)
+    copy = ReplicaCopy(model, Layout(model.entries))
+    variance = next(i for i, entry in enumerate(model.entries) if entry.name == "running_var")
+    norm.running_var.fill_(10.0)
+    copy.take()
+    norm.running_var.fill_(2.0)  # the first batches in training
+    norm.bias.data.fill_(-3.0)
+    copy.array(variance)[:] = 5.0  # what was received
+    copy.bring_back()
+    assert norm.running_var.item() == 5.0 and norm.bias.item() == -3.0
+
+
 def test_the_error_of_a_call_reaches_the_training_thread():
     def fail() -> None:
         raise HostAway("gone")

@@ -134,7 +134,7 @@ class ReplicaCopy:
                 np.subtract(value, before, out=before)
             if not is_finite(before):  # such an element takes what the center gave for it
                 np.copyto(before, 0, where=~np.isfinite(before))
-            np.add(before, new, out=value)
+            add_since(before, new, value, is_buffer=model.is_buffer(i))
             model.commit(i)
         self.drop_changes()
 
@@ -142,3 +142,14 @@ class ReplicaCopy:
         """Do not bring back what has changed in the copy."""
         for dtype, vector in self._sent.items():
             vector[:] = self.flat[dtype]
+
+
+def add_since(since: Array, y: Array, x: Array, *, is_buffer: bool) -> None:
+    """Set `x` to `y`, which was received, plus what training has changed since.
+
+    A running variance may fall by more than `y` meanwhile, and must not become negative: it then takes `y`.
+    """
+    was_positive = x >= 0 if is_buffer else None
+    np.add(since, y, out=x)
+    if was_positive is not None:
+        np.copyto(x, y, where=was_positive & (x < 0) & (y >= 0))

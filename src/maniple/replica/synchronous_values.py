@@ -14,7 +14,7 @@ from maniple.clock import clock
 from maniple.collectives.call import PassedOver
 from maniple.contracts import Array, ExchangeInfo, ResidentVectors, Round
 from maniple.layout import Layout, fragments_of
-from maniple.replica.in_background import BackgroundCall
+from maniple.replica.in_background import BackgroundCall, add_since
 from maniple.replica.nonfinite import is_finite
 from maniple.replica.replica import TrainingMark
 from maniple.replica.synchronous import Synchronous
@@ -254,15 +254,15 @@ class SynchronousValues(Synchronous):
             accept = rule.accept_buffer if self._model.is_buffer(i) else rule.accept
             value = self._model.array(i)
             if is_late:
-                self._accept_late(
-                    value, fragment.sent[i], functools.partial(accept, fragment.sent[i], total, self._state_of(i), info)
-                )
+                sent = fragment.sent[i]
+                accept_copy = functools.partial(accept, sent, total, self._state_of(i), info)
+                self._accept_late(value, sent, accept_copy, is_buffer=self._model.is_buffer(i))
             else:
                 accept(value, total, self._state_of(i), info)
             self._model.commit(i)
         self._complete_round()
 
-    def _accept_late(self, x: Array, s: Array, accept: Callable[[], None]) -> None:
+    def _accept_late(self, x: Array, s: Array, accept: Callable[[], None], *, is_buffer: bool) -> None:
         """Let `s`, which was sent, accept the result, and take the change over to `x`, which has trained since."""
         share = self._rule.own_share
         with np.errstate(invalid="ignore"):
@@ -271,7 +271,7 @@ class SynchronousValues(Synchronous):
         if share is None:
             if not is_finite(since):
                 np.copyto(since, 0, where=~np.isfinite(since))
-            np.add(since, s, out=x)
+            add_since(since, s, x, is_buffer=is_buffer)
         else:
             x *= x.dtype.type(share)
             x += x.dtype.type(1 - share) * s
