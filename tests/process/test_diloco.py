@@ -371,3 +371,28 @@ def test_workers_that_die_in_rounds_in_the_background_come_back_with_the_others_
     assert "no longer equal" not in run.output
     momentum = load_file(run.folder / "center" / "center-0.state.safetensors")["momentum/float64"]
     assert np.abs(momentum).min() > 0
+
+
+def test_a_signal_ends_the_wait_for_a_round_in_flight(start: Any, tmp_path: Path):
+    """Worker 1 is stuck; worker 0 leaves in order all the same, before SIGKILL follows."""
+    script = """
+        import pathlib, sys, time
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        replica = worker.share({"w": np.zeros(3)}, rule=maniple.LocalSGD(2, overlap=True))
+        for step in range(4):
+            replica.step()
+        while worker.rank and not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.05)
+        while not worker.rank:
+            replica.step()
+            time.sleep(0.02)
+    """
+    stop = tmp_path / "stop"
+    run = start(script, "-n", "2", "--collectives-deadline", "600", args=(str(stop),), env=BARE)
+    run.await_event(0, "waiting")  # 2 s
+    os.kill(run.pid(0), signal.SIGTERM)
+    run.await_event(0, "leave")
+    stop.touch()
+    run.wait()

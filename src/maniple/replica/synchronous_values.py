@@ -142,7 +142,7 @@ class SynchronousValues(Synchronous):
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
         try:
-            flight.wait(self._context.exit_if_overdue)  # then it is still in flight
+            flight.wait(self._look_after_signals)  # if that raises, the round is still in flight
             self._flight = None
             try:
                 self._last = flight.result(math.inf, "a round in the background")
@@ -164,7 +164,7 @@ class SynchronousValues(Synchronous):
         arrive here.
         """
         if self._flight is not None and self._elastic is not None:
-            self._flight.wait(self._context.exit_if_overdue)
+            self._flight.wait(self._look_after_signals)
 
     def rest(self) -> None:
         """Take no part until the next round, but in one that is in flight; called again while this worker waits."""
@@ -177,6 +177,12 @@ class SynchronousValues(Synchronous):
         self._land()
         with super().center():
             yield
+
+    def _look_after_signals(self) -> None:
+        """End a wait for a round in flight as that of a round at once ends: elastic members continue by themselves."""
+        if self._elastic is not None:
+            self._context.exit_if_signalled()
+        self._context.exit_if_overdue()
 
     def _join_again(self) -> None:
         """The others have gone on without this worker's round in flight: take over their state, and follow them."""
