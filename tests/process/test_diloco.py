@@ -194,6 +194,26 @@ def test_warm_rounds_come_first_and_who_comes_later_goes_on_with_the_center(star
     assert len(said) == 3
 
 
+def test_a_resumed_run_makes_the_warm_rounds_that_are_left(tmp_path: Path, without_numba: None):
+    script = """
+        import sys
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        params = {"w": np.zeros(3)}
+        replica = worker.share(params, rule=maniple.DiLoCo(2, sync=False, warm=5))
+        for step in range(int(sys.argv[1])):
+            params["w"] += 1
+            replica.step()
+        print("made", replica.rounds, flush=True)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    for options, steps, made in ((("--name", "run"), 4, 2), (("--resume", "runs/run"), 12, 3)):
+        run = Run(tmp_path, "run", [str(MANIPLE), "run", *options, "-n", "2", "script.py", str(steps)], BARE)
+        assert run.wait() == 0, run.output
+        assert run.output.count(f"made {made}") == 2
+
+
 def test_a_worker_that_ends_before_the_warm_rounds_do_stops_no_other(start: Any):
     pytest.importorskip("torch")
     script = """

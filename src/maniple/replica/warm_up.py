@@ -80,7 +80,8 @@ class WarmRounds(SynchronousValues):
 
     @property
     def _are_rounds_over(self) -> bool:
-        return self.rounds >= self._rule.warm
+        assert self._state is not None
+        return bool(self._state.chunks[0]["rounds"][0] >= self._rule.warm)
 
     def _shadow(self) -> bool:
         """After the last round the others wait for this worker too, and go on with the center without it."""
@@ -90,11 +91,18 @@ class WarmRounds(SynchronousValues):
         self._collectives.barrier()
         return False
 
-    def publish(self) -> None:
+    @property
+    def _publishes_last(self) -> bool:
+        """After the last round the center is up to date, and others may have changed it since."""
+        return not self._are_rounds_over and super()._publishes_last
+
+    def _complete_round(self) -> None:
+        super()._complete_round()
         assert self._state is not None
-        for state in self._state.chunks:
-            state["rounds"][0] = self.rounds
-        super().publish()
+        for (
+            state
+        ) in self._state.chunks:  # with those before the run was resumed; newcomers get it with the others' state
+            state["rounds"][0] += 1
 
     def _go_on(self) -> None:
         """Hand over to exchanges with the center once all rounds are made."""
