@@ -170,6 +170,28 @@ def test_what_a_broken_exchange_has_applied_reaches_the_replica(share, segment):
     assert center_of(segment).tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_changes_whose_answer_is_late_are_sent_once(share, segment, is_last):
+    """Also if others have changed the center, and if the worker leaves."""
+    params, others = {"w": np.zeros(3)}, {"w": np.zeros(3)}
+    replica, slow = share(params, Downpour(overlap=True))
+    other, its = share(others, Downpour())
+    slow.may_end.set()
+    its.may_end.set()
+    slow.loses_answer = True
+    steps(replica, params, 2)
+    landed(replica)
+    steps(replica, params, 1)
+    slow.loses_answer = False
+    steps(other, others, 6)
+    if is_last:
+        replica.finish(exchange=True)
+    else:
+        replica.exchange()
+        assert params["w"].tolist() == [9, 9, 9]
+    assert center_of(segment).tolist() == [9, 9, 9]
+
+
 @pytest.mark.parametrize("is_in_background", [False, True])
 def test_an_exchange_whose_answer_is_late_reaches_the_replica(share, segment, is_in_background):
     params = {"w": np.zeros(3)}

@@ -94,15 +94,21 @@ class WithCenter(Sharing):
     def _exchange(self, *, is_last: bool = False) -> None:
         if self._is_finished or self._context.host.is_over:
             return
-        begin, act = clock.monotonic(), functools.partial(self._center.exchange, self._model, *self._exchanged(is_last))
+        begin, copy = clock.monotonic(), None
         try:
             with self._without_look_ahead():
+                if self._rule.overlap or self._is_unresolved:  # what broke, or breaks now, is resolved in the copy
+                    copy = self._taken_copy()
+                model = self._model if copy is None else copy
+                act = functools.partial(self._center.exchange, model, *self._exchanged(is_last))
                 outcome, cost_s = self.replica.timed("exchange", act)
         except HostAway as error:
             self._note_absence(error, begin, clock.monotonic() - begin)
             return
         finally:
-            self._bring_back_resolved()
+            if copy is not None:
+                copy.bring_back()
+        self._is_unresolved = False
         self._note_exchange(outcome, cost_s)
 
     def _exchanged(self, is_last: bool = False) -> tuple[Rule, list[State] | None, ExchangeInfo]:
@@ -120,10 +126,8 @@ class WithCenter(Sharing):
             return
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
-        copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
-        self._bring_back_resolved()  # with an exchange of another model
         with self._without_look_ahead():
-            copy.take()
+            copy = self._taken_copy()
         act = functools.partial(self._center.exchange, copy, *self._exchanged())
         self._flight = BackgroundCall(act, replica.mark())
         self._sending_s = clock.monotonic() - begin
@@ -158,10 +162,13 @@ class WithCenter(Sharing):
         replica.write_exchange("exchange", flight.start, flight.duration_s, outcome, hidden=hidden_s, delay=delay)
         self._note_exchange(outcome, cost_s, flight.mark)
 
-    def _bring_back_resolved(self) -> None:
-        """Bring back what a failed exchange in the background has turned out to have changed."""
-        if self._is_unresolved and self._copy is not None:
-            self._copy.bring_back()
+    def _taken_copy(self) -> ReplicaCopy:
+        """The copy, set to the replica."""
+        copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
+        if self._is_unresolved:
+            copy.bring_back()  # an exchange of another model may have resolved it
+        copy.take()
+        return copy
 
     def _drop_resolved(self) -> None:
         """The replica is the center now: what a failed exchange has turned out to have changed is obsolete."""
