@@ -1,6 +1,7 @@
 """Answers that are lost at the worst moment: what was applied is neither forgotten nor sent again."""
 
 import multiprocessing
+import threading
 import time
 
 import numpy as np
@@ -198,3 +199,25 @@ def test_whoever_takes_over_a_segment_removes_the_collectives_of_the_dead(tmp_pa
     again = Segment.adopt(tmp_path, "0123456789abcdef", tmp_path)
     assert [path.name for path in segment.path.glob("c*")] == ["center-0"]
     again.remove()
+
+
+def test_exchanges_of_two_models_on_one_link_may_run_at_once(host):
+    """As they do in the background, by EASGD(overlap=True)."""
+    link, count = Link(host.door(), "data"), 30
+    workers, errors = [Worker(link, f"center-{k}") for k in range(2)], list[BaseException]()
+
+    def train(worker: Worker) -> None:
+        try:
+            for _ in range(count):
+                worker.add(1)
+                worker.exchange()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert [worker.value() for worker in workers] == [count, count]

@@ -194,6 +194,80 @@ def test_warm_rounds_come_first_and_who_comes_later_goes_on_with_the_center(star
     assert len(said) == 3
 
 
+def test_a_resumed_run_makes_the_warm_rounds_that_are_left(tmp_path: Path, without_numba: None):
+    script = """
+        import sys
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        params = {"w": np.zeros(3)}
+        replica = worker.share(params, rule=maniple.DiLoCo(2, sync=False, warm=5))
+        for step in range(int(sys.argv[1])):
+            params["w"] += 1
+            replica.step()
+        print("made", replica.rounds, flush=True)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    for options, steps, made in ((("--name", "run"), 4, 2), (("--resume", "runs/run"), 12, 3)):
+        run = Run(tmp_path, "run", [str(MANIPLE), "run", *options, "-n", "2", "script.py", str(steps)], BARE)
+        assert run.wait() == 0, run.output
+        assert run.output.count(f"made {made}") == 2
+
+
+def test_a_worker_that_ends_before_the_warm_rounds_do_stops_no_other(start: Any):
+    pytest.importorskip("torch")
+    script = """
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        params = {"w": np.zeros(3)}
+        rule = maniple.DiLoCo(2, lr=1, momentum=0, sync=False, buffer=2, warm=4)
+        replica = worker.share(params, rule=rule)
+        for step in range(5 if worker.rank else 14):
+            params["w"] += 1
+            replica.step()
+    """
+    run = start(script, "-n", "2", "--collectives", "torch", "--collectives-deadline", "60", env=BARE)
+    assert run.wait() == 0, run.output
+    # Four rounds: of 2 steps each, of the last step and 2, and of 2 alone; then 6 steps, each of which counts half.
+    center = load_file(run.folder / "center" / "center-0.safetensors")["w"]
+    np.testing.assert_array_equal(center, 2 + 2 + 1.5 + 2 + 3)
+
+
+def test_a_worker_in_a_call_of_the_script_is_not_left_out_of_its_round_in_flight(start: Any):
+    script = """
+        import time
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        params = {"w": np.zeros(3)}
+        replica = worker.share(params, rule=maniple.LocalSGD(2, overlap=True))
+        make_call = replica.sharing._call_round
+
+        def call_round(weight):
+            act = make_call(weight)
+
+            def later():
+                time.sleep(0.3 * (worker.rank == 0))  # its machine is busy
+                return act()
+
+            return later
+
+        replica.sharing._call_round = call_round
+        for step in range(6):
+            params["w"] += 1 + 2 * worker.rank
+            replica.step()
+            time.sleep(0.4 * worker.rank)
+            worker.all_reduce(np.ones(1))
+        with replica.center():  # the third round is in flight
+            print("center", *params["w"], flush=True)
+    """
+    run = start(script, "-n", "2", env=BARE)
+    assert run.wait() == 0, run.output
+    assert not [row for rank in range(2) for row in run.events(rank, "passed over")]
+    assert run.output.count("center 12.0 12.0 12.0") == 2
+
+
 def test_slow_workers_make_fewer_steps_between_exchanges(start: Any, tmp_path: Path):
     script = """
         import pathlib, sys, time
@@ -317,3 +391,28 @@ def test_workers_that_die_in_rounds_in_the_background_come_back_with_the_others_
     assert "no longer equal" not in run.output
     momentum = load_file(run.folder / "center" / "center-0.state.safetensors")["momentum/float64"]
     assert np.abs(momentum).min() > 0
+
+
+def test_a_signal_ends_the_wait_for_a_round_in_flight(start: Any, tmp_path: Path):
+    """Worker 1 is stuck; worker 0 leaves in order all the same, before SIGKILL follows."""
+    script = """
+        import pathlib, sys, time
+        import numpy as np, maniple
+
+        worker = maniple.join(own_data=True)
+        replica = worker.share({"w": np.zeros(3)}, rule=maniple.LocalSGD(2, overlap=True))
+        for step in range(4):
+            replica.step()
+        while worker.rank and not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.05)
+        while not worker.rank:
+            replica.step()
+            time.sleep(0.02)
+    """
+    stop = tmp_path / "stop"
+    run = start(script, "-n", "2", "--collectives-deadline", "600", args=(str(stop),), env=BARE)
+    run.await_event(0, "waiting")  # 2 s
+    os.kill(run.pid(0), signal.SIGTERM)
+    run.await_event(0, "leave")
+    stop.touch()
+    run.wait()

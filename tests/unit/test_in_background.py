@@ -1,6 +1,7 @@
 """Exchanges in the background: training goes on, and nothing is lost or counted twice."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,10 +28,17 @@ class SlowCenter:
         self._center = center
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.fails_after_chunks: int | None = None
+        self.loses_answer = False
+        self.unresolved: list[Callable[[], object]] = []
 
     def exchange(self, model, rule, state, moment):
         self.has_begun.set()
         assert self.may_end.wait(PATIENCE_S)
+        while self.unresolved:
+            self.unresolved.pop()()
+        if self.loses_answer:  # the host has applied all, and the worker learns it at its next exchange
+            self.unresolved.append(lambda: self._center.exchange(model, rule, state, moment))
+            raise HostAway("the host is away")
         outcome = self._center.exchange(model, rule, state, moment)
         if self.fails_after_chunks is not None:
             raise HostAway("the host is away")
@@ -162,6 +170,62 @@ def test_what_a_broken_exchange_has_applied_reaches_the_replica(share, segment):
     assert center_of(segment).tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_changes_whose_answer_is_late_are_sent_once(share, segment, is_last):
+    """Also if others have changed the center, and if the worker leaves."""
+    params, others = {"w": np.zeros(3)}, {"w": np.zeros(3)}
+    replica, slow = share(params, Downpour(overlap=True))
+    other, its = share(others, Downpour())
+    slow.may_end.set()
+    its.may_end.set()
+    slow.loses_answer = True
+    steps(replica, params, 2)
+    landed(replica)
+    steps(replica, params, 1)
+    slow.loses_answer = False
+    steps(other, others, 6)
+    if is_last:
+        replica.finish(exchange=True)
+    else:
+        replica.exchange()
+        assert params["w"].tolist() == [9, 9, 9]
+    assert center_of(segment).tolist() == [9, 9, 9]
+
+
+@pytest.mark.parametrize("is_in_background", [False, True])
+def test_an_exchange_whose_answer_is_late_reaches_the_replica(share, segment, is_in_background):
+    params = {"w": np.zeros(3)}
+    replica, slow = share(params, EASGD(0.25, overlap=True))
+    slow.may_end.set()
+    slow.loses_answer = True
+    steps(replica, params, 2)
+    landed(replica)
+    steps(replica, params, 1)
+    slow.loses_answer = False
+    if is_in_background:
+        replica.sharing._send()
+        landed(replica)
+        replica.sharing._land()
+    else:
+        replica.exchange()
+        steps(replica, params, 1)
+        replica.exchange()
+    np.testing.assert_allclose(params["w"] + center_of(segment), replica.steps, rtol=1e-12)
+
+
+def test_an_exchange_whose_wait_was_interrupted_is_waited_for_again(share, segment, monkeypatch):
+    params = {"w": np.zeros(3)}
+    replica, slow = share(params, EASGD(0.25, overlap=True))
+    steps(replica, params, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundCall, "result", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            replica.pull()
+    slow.may_end.set()
+    replica.exchange()
+    np.testing.assert_allclose(params["w"] + center_of(segment), 2, rtol=1e-12)
+
+
 def test_a_replica_that_has_diverged_takes_the_centers_values(share, segment):
     params = {"w": np.ones(3)}
     replica, slow = share(params, EASGD(0.5, overlap=True))
@@ -185,6 +249,21 @@ def test_a_copy_brings_back_what_has_changed_in_it(share):
     copy.array(0)[:] *= 2  # the exchange
     copy.bring_back()
     assert params["a"].tolist() == [10, 12, 14, 16] and params["b"].tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_running_variance_never_becomes_negative():
+    torch = pytest.importorskip("torch")
+    norm = torch.nn.BatchNorm1d(1)
+    model = adapt(norm)
+    copy = ReplicaCopy(model, Layout(model.entries))
+    variance = next(i for i, entry in enumerate(model.entries) if entry.name == "running_var")
+    norm.running_var.fill_(10.0)
+    copy.take()
+    norm.running_var.fill_(2.0)  # the first batches in training
+    norm.bias.data.fill_(-3.0)
+    copy.array(variance)[:] = 5.0  # what was received
+    copy.bring_back()
+    assert norm.running_var.item() == 5.0 and norm.bias.item() == -3.0
 
 
 def test_the_error_of_a_call_reaches_the_training_thread():

@@ -103,7 +103,8 @@ class TcpCenter:
             live=live,
             parameter_count=parameter_count,
         )
-        return center, retry_until(link, lambda: center._open(model, note, gate), deadline_s)
+        with link.lock:
+            return center, retry_until(link, lambda: center._open(model, note, gate), deadline_s)
 
     def _open(self, model: FlatModel, note: str, gate: str) -> bool:
         stream = self.link.stream()
@@ -139,7 +140,7 @@ class TcpCenter:
         Raises:
             HostAway: the host cannot be reached. What it has applied is resolved before the next exchange.
         """
-        with self.link.exchanging():
+        with self.link.lock, self.link.exchanging():
             return self._exchange(model, rule, state, moment)
 
     def _exchange(
@@ -182,7 +183,8 @@ class TcpCenter:
                     )
                 return outcome.with_unique_names()
 
-        return retry_until(self.link, push, self._deadline_s)
+        with self.link.lock:
+            return retry_until(self.link, push, self._deadline_s)
 
     def pull(
         self,
@@ -216,7 +218,8 @@ class TcpCenter:
 
                 return self.fetch(self._order(), update, on_state=None if state_copy is None else copy_state)
 
-        torn = retry_until(self.link, pull, self._deadline_s)
+        with self.link.lock:
+            torn = retry_until(self.link, pull, self._deadline_s)
         staleness = sum(stale.values()) / len(self.seen)
         return Outcome(size_bytes=self.feedback.total_bytes(), staleness=staleness, torn=torn).with_unique_names()
 

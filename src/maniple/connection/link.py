@@ -6,6 +6,7 @@ exchange. From these it knows which contributions it has applied already.
 
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,7 @@ class Link:
         unresolved: exchanges of which it is unknown what was applied.
         on_wait: called between two attempts of a request; may raise to give up.
         retry_s: for how long an exchange is continued over connections that break again and again.
+        lock: held for each operation on a center, since exchanges of several models may run in the background.
     """
 
     retry_s = 60.0
@@ -93,6 +95,7 @@ class Link:
         self.sequence = 0
         self.unresolved: list[Callable[[], list[int]]] = []
         self.on_wait: Callable[[], None] = lambda: None
+        self.lock = threading.RLock()
         self._pid = os.getpid()
         self._endpoint, self._role, self._timeout_s = endpoint, role, timeout_s
         self._connect_s, self._auth_s = connect_s, auth_s

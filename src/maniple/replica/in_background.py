@@ -49,16 +49,24 @@ class BackgroundCall(Generic[T]):
         """The call has ended."""
         return self._is_done.is_set()
 
-    def result(self, timeout_s: float, what: str, on_wait: Callable[[], None]) -> T:
+    def wait(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Wait for the end of the call, which has deadlines of its own; `on_wait` may raise to give up."""
+        while not self._is_done.wait(_POLL_S):
+            on_wait()
+
+    def result(self, timeout_s: float, what: str, on_wait: Callable[[], None] = lambda: None) -> T:
         """Wait for the end of the call; give its result, or raise its error.
 
         The call has deadlines of its own; `timeout_s` is for one that must be shorter. `on_wait` is called every 50 ms,
         and may raise to give up: the call then goes on, and `result` may be called again.
         """
         deadline = Deadline(timeout_s)
-        while not self._is_done.wait(_POLL_S):
-            deadline.check(lambda: what)
+
+        def look() -> None:
             on_wait()
+            deadline.check(lambda: what)
+
+        self.wait(look)
         if self._error is not None:
             raise self._error
         return self._result  # pyright: ignore[reportReturnType]
@@ -114,11 +122,10 @@ class ReplicaCopy:
             for i, value in enumerate(self._values):
                 value[:] = model.array(i)
                 model.commit(i)
-        for dtype, vector in self._sent.items():
-            vector[:] = self.flat[dtype]
+        self.drop_changes()
 
     def bring_back(self) -> None:
-        """Apply to the replica what has changed in the copy since `take`."""
+        """Apply to the replica what has changed in the copy since `take`, or since this was last called."""
         model = self._model
         model.begin()
         for i, (new, before) in enumerate(zip(self._values, self._before, strict=True)):
@@ -128,5 +135,22 @@ class ReplicaCopy:
                 np.subtract(value, before, out=before)
             if not is_finite(before):  # such an element takes what the center gave for it
                 np.copyto(before, 0, where=~np.isfinite(before))
-            np.add(before, new, out=value)
+            add_since(before, new, value, is_buffer=model.is_buffer(i))
             model.commit(i)
+        self.drop_changes()
+
+    def drop_changes(self) -> None:
+        """Do not bring back what has changed in the copy."""
+        for dtype, vector in self._sent.items():
+            vector[:] = self.flat[dtype]
+
+
+def add_since(since: Array, y: Array, x: Array, *, is_buffer: bool) -> None:
+    """Set `x` to `y`, which was received, plus what training has changed since.
+
+    A running variance may fall by more than `y` meanwhile, and must not become negative: it then takes `y`.
+    """
+    was_positive = x >= 0 if is_buffer else None
+    np.add(since, y, out=x)
+    if was_positive is not None:
+        np.copyto(x, y, where=was_positive & (x < 0) & (y >= 0))

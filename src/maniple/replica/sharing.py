@@ -103,6 +103,9 @@ class Sharing:
     def rest(self) -> None:
         """Let other workers continue without this one until its next step."""
 
+    def await_round(self) -> None:
+        """Wait for a round in flight, if this worker must not wait for others elsewhere before it has ended."""
+
     def pull(self) -> None:
         """Set the replica to the shared parameters."""
 
@@ -210,7 +213,7 @@ def sharing_for(
         if rule.warm:
             from maniple.replica.warm_up import WarmUp
 
-            return WarmUp(center, open_collectives, wire=wire)
+            return WarmUp(center, open_collectives, wire=wire, has_gate=has_gate)
         return _asynchronous_sharing(rule, center, segment, has_gate=has_gate)
     collectives = open_collectives()
     check_collectives(rule, pace, collectives, wire)

@@ -304,7 +304,7 @@ class Synchronous(Sharing):
         True if no other worker has learned more since.
         """
         is_newest = True
-        while True:
+        while not self._are_rounds_over:
             self._contribute_nothing()
             self._all_reduce(0.0)
             if (error := self._contributions.check_round(self._last, self.replica.steps)) is not None:
@@ -312,6 +312,12 @@ class Synchronous(Sharing):
             if self._last.weight == 0 and not self._last.nonfinite:
                 return is_newest
             is_newest = self._follow_round()
+        return is_newest
+
+    @property
+    def _are_rounds_over(self) -> bool:
+        """The others make no more rounds."""
+        return False
 
     def _follow_round(self) -> bool:
         """Take over the result of a round of others; False if it cannot be known here."""

@@ -4,8 +4,8 @@ sync), as a whole or one fragment after the other, at once or in the background.
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from maniple.clock import clock
 from maniple.collectives.call import PassedOver
 from maniple.contracts import Array, ExchangeInfo, ResidentVectors, Round
 from maniple.layout import Layout, fragments_of
-from maniple.replica.in_background import BackgroundCall
+from maniple.replica.in_background import BackgroundCall, add_since
 from maniple.replica.nonfinite import is_finite
 from maniple.replica.replica import TrainingMark
 from maniple.replica.synchronous import Synchronous
@@ -142,17 +142,15 @@ class SynchronousValues(Synchronous):
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
         try:
-            try:  # the round has a deadline itself
-                made = flight.result(math.inf, "a round in the background", self._context.exit_if_overdue)
-                self._last, self._flight, self.rounds = made, None, self.rounds + 1
-                self._collectives.set_background(False)
+            flight.wait(self._look_after_signals)  # if that raises, the round is still in flight
+            self._flight = None
+            try:
+                self._last = flight.result(math.inf, "a round in the background")
+                self.rounds += 1
             except PassedOver:
-                self._flight = None
-                self._collectives.set_background(False)
                 self._join_again()
-            except Exception:
-                self._flight = None
-                raise
+            finally:
+                self._collectives.set_background(False)
             waited_s = clock.monotonic() - begin
             self.waited_s += waited_s
             self._end_round(flight.mark, is_late=True)
@@ -160,6 +158,31 @@ class SynchronousValues(Synchronous):
             replica.is_exchanging = False
         replica.progress.hidden_s += max(0.0, flight.duration_s - waited_s)
         self._note_round(self._sending_s + clock.monotonic() - begin)
+
+    def await_round(self) -> None:
+        """Wait for the end of the round in flight: elastic members take one that waits elsewhere for one that does not
+        arrive here.
+        """
+        if self._flight is not None and self._elastic is not None:
+            self._flight.wait(self._look_after_signals)
+
+    def rest(self) -> None:
+        """Take no part until the next round, but in one that is in flight; called again while this worker waits."""
+        if self._flight is None or self._flight.is_done:
+            super().rest()
+
+    @contextmanager
+    def center(self) -> Generator[None]:
+        """Let the model hold the result of the last round, for which workers wait that have it still in flight."""
+        self._land()
+        with super().center():
+            yield
+
+    def _look_after_signals(self) -> None:
+        """End a wait for a round in flight as that of a round at once ends: elastic members continue by themselves."""
+        if self._elastic is not None:
+            self._context.exit_if_signalled()
+        self._context.exit_if_overdue()
 
     def _join_again(self) -> None:
         """The others have gone on without this worker's round in flight: take over their state, and follow them."""
@@ -237,15 +260,15 @@ class SynchronousValues(Synchronous):
             accept = rule.accept_buffer if self._model.is_buffer(i) else rule.accept
             value = self._model.array(i)
             if is_late:
-                self._accept_late(
-                    value, fragment.sent[i], functools.partial(accept, fragment.sent[i], total, self._state_of(i), info)
-                )
+                sent = fragment.sent[i]
+                accept_copy = functools.partial(accept, sent, total, self._state_of(i), info)
+                self._accept_late(value, sent, accept_copy, is_buffer=self._model.is_buffer(i))
             else:
                 accept(value, total, self._state_of(i), info)
             self._model.commit(i)
         self._complete_round()
 
-    def _accept_late(self, x: Array, s: Array, accept: Callable[[], None]) -> None:
+    def _accept_late(self, x: Array, s: Array, accept: Callable[[], None], *, is_buffer: bool) -> None:
         """Let `s`, which was sent, accept the result, and take the change over to `x`, which has trained since."""
         share = self._rule.own_share
         with np.errstate(invalid="ignore"):
@@ -254,7 +277,7 @@ class SynchronousValues(Synchronous):
         if share is None:
             if not is_finite(since):
                 np.copyto(since, 0, where=~np.isfinite(since))
-            np.add(since, s, out=x)
+            add_since(since, s, x, is_buffer=is_buffer)
         else:
             x *= x.dtype.type(share)
             x += x.dtype.type(1 - share) * s

@@ -26,9 +26,9 @@ class WarmUp(Sharing):
 
     copies_center_state = True
 
-    def __init__(self, center: Center, open_collectives: OpenCollectives, *, wire: str) -> None:
+    def __init__(self, center: Center, open_collectives: OpenCollectives, *, wire: str, has_gate: bool = False) -> None:
         super().__init__(center)
-        self._open_collectives, self._wire = open_collectives, wire
+        self._open_collectives, self._wire, self._has_gate = open_collectives, wire, has_gate
 
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
@@ -39,7 +39,7 @@ class WarmUp(Sharing):
         self._pull_center()
         assert self._state is not None and self._center is not None
         if self._state.chunks[0]["rounds"][0] >= self._rule.warm:
-            self.hand_over(WithCenter(self._center))
+            self.hand_over(WithCenter(self._center, has_gate=self._has_gate))
             return
         try:
             collectives = self._open_collectives()
@@ -48,15 +48,15 @@ class WarmUp(Sharing):
                 f"{self._rule!r} begins with {self._rule.warm} synchronous rounds, which are not over, and this worker "
                 f"cannot take part in them: {error} Or start it again after these rounds."
             ) from error
-        self.hand_over(WarmRounds(self._center, collectives, wire=self._wire))
+        self.hand_over(WarmRounds(self._center, collectives, wire=self._wire, has_gate=self._has_gate))
 
 
 class WarmRounds(SynchronousValues):
     """The synchronous rounds. After the last one, all workers go on with the center."""
 
-    def __init__(self, center: Center, collectives: Collectives, *, wire: str) -> None:
+    def __init__(self, center: Center, collectives: Collectives, *, wire: str, has_gate: bool) -> None:
         super().__init__(center, collectives, wire=wire)
-        self._kept, self._may_go_on = center, True
+        self._kept, self._has_gate, self._may_go_on = center, has_gate, True
 
     def begin(self) -> None:
         super().begin()
@@ -78,18 +78,38 @@ class WarmRounds(SynchronousValues):
         self._may_go_on = False  # training ends here
         return super()._finish_rounds()
 
-    def publish(self) -> None:
+    @property
+    def _are_rounds_over(self) -> bool:
         assert self._state is not None
-        for state in self._state.chunks:
-            state["rounds"][0] = self.rounds
-        super().publish()
+        return bool(self._state.chunks[0]["rounds"][0] >= self._rule.warm)
+
+    def _shadow(self) -> bool:
+        """After the last round the others wait for this worker too, and go on with the center without it."""
+        is_newest = super()._shadow()
+        if not self._are_rounds_over:
+            return is_newest
+        self._collectives.barrier()
+        return False
+
+    @property
+    def _publishes_last(self) -> bool:
+        """After the last round the center is up to date, and others may have changed it since."""
+        return not self._are_rounds_over and super()._publishes_last
+
+    def _complete_round(self) -> None:
+        super()._complete_round()
+        assert self._state is not None
+        for (
+            state
+        ) in self._state.chunks:  # with those before the run was resumed; newcomers get it with the others' state
+            state["rounds"][0] += 1
 
     def _go_on(self) -> None:
         """Hand over to exchanges with the center once all rounds are made."""
-        if self.rounds < self._rule.warm or not self._may_go_on:
+        if not self._are_rounds_over or not self._may_go_on:
             return
         self._may_go_on = False
         with suppress(PassedOver):
             self._collectives.barrier()  # until the first worker has brought the center up to date
         self._collectives.close()
-        self.hand_over(WithCenter(self._kept))
+        self.hand_over(WithCenter(self._kept, has_gate=self._has_gate))

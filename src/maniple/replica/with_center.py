@@ -52,6 +52,9 @@ class WithCenter(Sharing):
     _measured_from = (0.0, 0.0)  # the time, and the seconds spent in exchanges until then
     _flight: BackgroundCall[Outcome] | None = None
     _copy: ReplicaCopy | None = None  # allocated with the first exchange in the background
+    _is_unresolved = (
+        False  # an exchange of the copy has failed: what the host has applied of it comes into the copy later
+    )
 
     def __init__(self, center: Center, *, has_gate: bool = False) -> None:
         super().__init__(center)
@@ -91,13 +94,21 @@ class WithCenter(Sharing):
     def _exchange(self, *, is_last: bool = False) -> None:
         if self._is_finished or self._context.host.is_over:
             return
-        begin, act = clock.monotonic(), functools.partial(self._center.exchange, self._model, *self._exchanged(is_last))
+        begin, copy = clock.monotonic(), None
         try:
             with self._without_look_ahead():
+                if self._rule.overlap or self._is_unresolved:  # what broke, or breaks now, is resolved in the copy
+                    copy = self._taken_copy()
+                model = self._model if copy is None else copy
+                act = functools.partial(self._center.exchange, model, *self._exchanged(is_last))
                 outcome, cost_s = self.replica.timed("exchange", act)
         except HostAway as error:
             self._note_absence(error, begin, clock.monotonic() - begin)
             return
+        finally:
+            if copy is not None:
+                copy.bring_back()
+        self._is_unresolved = False
         self._note_exchange(outcome, cost_s)
 
     def _exchanged(self, is_last: bool = False) -> tuple[Rule, list[State] | None, ExchangeInfo]:
@@ -115,9 +126,8 @@ class WithCenter(Sharing):
             return
         replica, begin = self.replica, clock.monotonic()
         replica.is_exchanging = True
-        copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
         with self._without_look_ahead():
-            copy.take()
+            copy = self._taken_copy()
         act = functools.partial(self._center.exchange, copy, *self._exchanged())
         self._flight = BackgroundCall(act, replica.mark())
         self._sending_s = clock.monotonic() - begin
@@ -140,6 +150,7 @@ class WithCenter(Sharing):
                 self._flight = None
                 self._copy.bring_back()
             replica.is_exchanging = False
+        self._is_unresolved = away is not None
         hidden_s = max(0.0, flight.duration_s - waited_s)
         replica.progress.hidden_s += hidden_s
         cost_s = self._sending_s + clock.monotonic() - begin
@@ -150,6 +161,19 @@ class WithCenter(Sharing):
         delay = replica.steps - flight.mark.steps
         replica.write_exchange("exchange", flight.start, flight.duration_s, outcome, hidden=hidden_s, delay=delay)
         self._note_exchange(outcome, cost_s, flight.mark)
+
+    def _taken_copy(self) -> ReplicaCopy:
+        """The copy, set to the replica."""
+        copy = self._copy = self._copy or ReplicaCopy(self._model, self._layout)
+        if self._is_unresolved:
+            copy.bring_back()  # an exchange of another model may have resolved it
+        copy.take()
+        return copy
+
+    def _drop_resolved(self) -> None:
+        """The replica is the center now: what a failed exchange has turned out to have changed is obsolete."""
+        if self._is_unresolved and self._copy is not None:
+            self._copy.drop_changes()
 
     def _note_absence(self, error: HostAway, begin: float, cost_s: float) -> None:
         """Count an exchange that has failed since the host is away."""
@@ -221,6 +245,7 @@ class WithCenter(Sharing):
         if not self._is_finished:
             self._land()
             self._pull_center()
+            self._drop_resolved()
 
     def push(self) -> None:
         if self._is_finished:
@@ -228,6 +253,7 @@ class WithCenter(Sharing):
         self._land()
         with self._context.requiring_host(self.replica):
             self.replica.timed("push", self._center.push, self._model, self._remember)
+        self._drop_resolved()
         self._context.exit_if_signalled()
 
     @contextmanager

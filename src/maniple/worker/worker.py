@@ -147,6 +147,8 @@ class Worker(CollectiveCalls):
 
     @property
     def _collectives(self) -> Collectives:
+        for replica in self._replicas:
+            replica.sharing.await_round()
         return self._collective_groups.calls
 
     def share(
