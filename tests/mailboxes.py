@@ -48,7 +48,8 @@ def work(segment: Segment, rule: Gossip, rank: int, world: int, stop: Path) -> N
     peers, step = GossipExchange(rule, model, layout, neighbors, rank=rank), 0
     peers.begin(world)
     segment.mark(rank, LIVE)
-    while not stop.exists():
+    parent = os.getppid()
+    while not stop.exists() and os.getppid() == parent:  # else the test was killed
         step += 1
         neighbors.look(time.monotonic())
         peers.receive(step)

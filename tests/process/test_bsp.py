@@ -410,7 +410,7 @@ def test_who_waits_for_a_stopped_worker_says_so(start: Any, collectives: str, wo
     run.wait()
 
 
-# Worker 1 is killed in epoch 1. Then epochs go on until the file `stop` is there.
+# Worker 1 is killed in epoch 1. The others begin epoch 2 when the launcher has noticed it.
 LOSING = """
     import os, pathlib, signal, time
     import numpy as np
@@ -422,6 +422,8 @@ LOSING = """
     looks = worker.sampler(12, shuffle=False, validation=True)
     sampler = worker.sampler(60)
     for epoch in worker.epochs(1000):
+        while epoch == 2 and not any(pathlib.Path(os.environ["MANIPLE_SEGMENT"]).glob("gone-*")):
+            time.sleep(0.01)
         for batch in sampler.batches(5):
             if worker.rank == 1 and replica.steps == 5:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -284,7 +284,7 @@ def test_the_rnn_learns_on_two_workers_that_join_a_host(tmp_path):
             assert len(percents(worker.output, "test accuracy of the center")) == 1
     for rank in (0, 1):
         (shared,) = run.events(rank, "share")
-        assert shared["rule"] == "ASGD(alpha=0.5, beta=0.5)"
+        assert shared["rule"] == "ASGD(alpha=0.5, beta=0.5, overlap=False)"
         assert shared["pace"].startswith("RateLimit")
         assert len(run.events(rank, "exchange")) > 1, "the workers have not trained one model"
     rnn, parameters = module("rnn.py"), load_file(run.folder / "center" / "center-0.safetensors")

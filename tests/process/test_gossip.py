@@ -168,13 +168,3 @@ def test_a_snapshot_holds_the_mean_of_workers_that_go_on(start, tmp_path):
     going.await_event(0, "progress", count=count + 1)
     (tmp_path / "stop").touch()
     assert going.wait() == 0, going.output
-
-
-@pytest.mark.usefixtures("without_numba")
-def test_a_worker_that_joins_over_the_network_is_told_why_it_cannot(serve):
-    served = serve()
-    script = "import numpy as np, maniple\nmaniple.join().share({'w': np.zeros(3)}, rule=maniple.Gossip())\n"
-    worker = served.join(script)
-    output, _ = worker.communicate(timeout=60)
-    assert worker.returncode != 0
-    assert "reaches its host over the network" in output and "--rule easgd" in output

@@ -205,9 +205,12 @@ def test_a_worker_whose_values_are_never_finite_ends_and_the_others_stay_whole(w
     assert np.isfinite(params[1]["w"]).all()
 
 
-def test_a_worker_of_another_machine_is_refused_with_the_remedy(workers):
-    with pytest.raises(InvalidArgument, match=r"shared memory.*--rule easgd"):
-        workers({"w": np.zeros(2)}, Gossip(), is_near=False)
+def test_a_rule_of_ones_own_is_refused_over_the_network_with_the_remedy(workers):
+    class Own(Gossip):
+        """A rule that the host does not know."""
+
+    with pytest.raises(InvalidArgument, match=r"Own.*over the network.*use Gossip\(\)"):
+        workers({"w": np.zeros(2)}, Own(), is_near=False)
 
 
 @pytest.mark.parametrize("rule", [Gossip(), NoLoCo()], ids=repr)

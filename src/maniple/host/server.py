@@ -28,6 +28,7 @@ from maniple.host.snapshots import BestCenter, RestorePoint, export_arrays, line
 from maniple.host.watchers import WatcherService, serve_doctor
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import Segment
+from maniple.peers.mailbox_service import MailboxService
 from maniple.record import Events, RunFolder
 from maniple.rules import warm_up
 from maniple.wire.auth import AUTH_TIMEOUT_S, authenticate_client
@@ -71,6 +72,8 @@ class Server:
         )
         self._watchers = WatcherService(self._segment, self._folder, self._events, self._requests)
         self._quota = MemoryQuota(environment.segment, int(environment.max_memory_mb * 1e6))
+        world = self._segment.external_workers or environment.world
+        self._mailboxes = MailboxService(self._segment, self._quota, self._workers.rank, world)
         self._failures = 0  # of connections, since the last log line about one
         self._next_log_line = 0.0
         self._lock = threading.Lock()
@@ -200,6 +203,8 @@ class Server:
             self._requests.serve(stream, proof.worker)
         elif proof.role == "feed":
             serve_feed(stream, self._segment.path, proof.worker, self._over.is_set, self._quota.take)
+        elif proof.role == "peers":
+            self._mailboxes.serve(stream, proof.worker)
         elif proof.role == "doctor":
             serve_doctor(stream, self._segment, self._folder)
         elif proof.role == "watch":

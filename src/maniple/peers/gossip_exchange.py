@@ -65,6 +65,10 @@ class GossipExchange:
         self._change(0, _keep, weight=weight, is_newcomer=not weight)
         return False
 
+    def include(self, change: int, *, rank: int) -> None:
+        """Let the next commit say that it includes this change, which worker `rank` has sent from another machine."""
+        self._header["applied"][0, rank] = change
+
     def is_due(self) -> bool:
         """Draw whether to send a message after this step."""
         return self._neighbors.random.random() < self._rule.q

@@ -48,7 +48,11 @@ HEADER = np.dtype(
         ("message_weight", "<f8"),
         ("message_mass", "<f8"),
         ("seen_step", "<i8"),  # the receiver's step at its last commit that the sender saw
-        ("applied", "<i8", MAX_WORKERS),  # the number of the last message taken from each rank
+        (
+            "applied",
+            "<i8",
+            MAX_WORKERS,
+        ),  # the number of the last message from each rank; own rank: see `mailbox_service`
     ]
 )
 _PAGE = 4096

@@ -55,6 +55,13 @@ def mean_of(
     return total
 
 
+def publish_mean(mean: Vectors | None, center: SharedCenter, layout: Layout) -> None:
+    """Set the center to a mean of all, if there is one."""
+    if mean is not None:
+        values = layout.views(mean)
+        center.push(GivenValues(layout.entries, values.__getitem__))
+
+
 def collect_into_centers(segment: Segment) -> int:
     """Set each center of a run whose host and workers have died to the mean of its mailboxes, and remove these.
 
@@ -80,9 +87,8 @@ def _collect(segment: Segment, center: SharedCenter, model: int) -> bool:
     found = {rank: Mailbox.find(path, layout, rule.mailbox_vectors) for rank, path in paths.items()}
     boxes = {rank: box for rank, box in found.items() if box is not None}
     counting = {rank for rank in boxes if segment.state(rank) != DEAD or rank in segment.died_with_host}
-    if (mean := mean_of(boxes, counting, layout, rule.mailbox_vectors)) is not None:
-        values = layout.views(mean)
-        center.push(GivenValues(layout.entries, values.__getitem__))
+    mean = mean_of(boxes, counting, layout, rule.mailbox_vectors)
+    publish_mean(mean, center, layout)
     for path in paths.values():
         path.unlink(missing_ok=True)
     return mean is not None

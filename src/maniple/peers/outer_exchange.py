@@ -46,6 +46,10 @@ class OuterExchange:
         self._own.commit(self._header)
         return False
 
+    def include(self, change: int, *, rank: int) -> None:
+        """Let the next commit say that it includes this change, which worker `rank` has sent from another machine."""
+        self._header["applied"][0, rank] = change
+
     def is_due(self) -> bool:
         """True: the pace alone says when an outer step is due."""
         return True

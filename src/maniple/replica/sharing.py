@@ -7,6 +7,7 @@
     synchronous_values       all workers exchange their parameters after every k steps, by collectives
     pairwise                 pairs of workers exchange their parameters after every k steps, by collectives
     with_peers               each worker exchanges with random peers, without a center
+    with_remote_peers        the same over the network, through the host
 
 A new way is one more subclass in its own file and one more line in `sharing_for`.
 """
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from maniple.adapters import Adapter
+from maniple.connection.link import Link
 from maniple.contracts import Array, Center, Collectives, ExchangeInfo, OnValue, State, StateNames
 from maniple.errors import Conflict, InvalidArgument
 from maniple.layout import RuleState
@@ -24,7 +26,7 @@ from maniple.memory.segment import Segment
 from maniple.pace import Every, Pace
 from maniple.replica.context import TrainingContext
 from maniple.replica.nonfinite import Refusals
-from maniple.rules import Pairwise, Rule
+from maniple.rules import Pairwise, Rule, noted_rule
 
 if TYPE_CHECKING:
     from maniple.replica.replica import Replica
@@ -203,6 +205,7 @@ def sharing_for(
     is_alone: bool,
     open_collectives: OpenCollectives,
     segment: Segment | None = None,
+    peer_link: Callable[[], Link] | None = None,
     has_gate: bool = False,
 ) -> Sharing:
     """The way of sharing that `rule` asks for. Collectives are opened only for a synchronous rule."""
@@ -214,7 +217,7 @@ def sharing_for(
             from maniple.replica.warm_up import WarmUp
 
             return WarmUp(center, open_collectives, wire=wire, has_gate=has_gate)
-        return _asynchronous_sharing(rule, center, segment, has_gate=has_gate)
+        return _asynchronous_sharing(rule, center, segment, peer_link, wire=wire, has_gate=has_gate)
     collectives = open_collectives()
     check_collectives(rule, pace, collectives, wire)
     if rule.averages_gradients:
@@ -230,15 +233,33 @@ def sharing_for(
     return SynchronousValues(center, collectives, wire=wire)
 
 
-def _asynchronous_sharing(rule: Rule, center: Center, segment: Segment | None, *, has_gate: bool) -> Sharing:
+def _asynchronous_sharing(
+    rule: Rule,
+    center: Center,
+    segment: Segment | None,
+    peer_link: Callable[[], Link] | None,
+    *,
+    wire: str,
+    has_gate: bool,
+) -> Sharing:
     """The way of sharing of a rule by which no worker waits for another."""
-    if rule.has_peers:
+    if not rule.has_peers:
+        from maniple.replica.with_center import WithCenter
+
+        return WithCenter(center, has_gate=has_gate)
+    if segment is not None:
         from maniple.replica.with_peers import WithPeers
 
         return WithPeers(center, segment)
-    from maniple.replica.with_center import WithCenter
+    known = noted_rule(repr(rule))
+    if peer_link is None or type(known) is not type(rule):
+        raise InvalidArgument(
+            f"{rule!r} is a class of the script's, and over the network the host exchanges in the worker's place, "
+            "with rules that it knows. Start all workers on the host's machine, or use Gossip() or NoLoCo()."
+        )
+    from maniple.replica.with_remote_peers import WithRemotePeers
 
-    return WithCenter(center, has_gate=has_gate)
+    return WithRemotePeers(center, peer_link(), wire=wire)
 
 
 def check_rule_and_pace(rule: Rule, pace: Pace) -> None:

@@ -1,4 +1,4 @@
-"""Sharing with peers: each worker exchanges with random other workers of its machine, and waits for none.
+"""Sharing with peers: each worker exchanges with random other workers, and waits for none.
 
 There is a center all the same, for snapshots, `--resume`, validation and late workers: from time to time the live
 worker with the lowest rank sets it to the mean of all replicas.
@@ -12,13 +12,14 @@ from maniple.adapters import Adapter
 from maniple.center.arrays import GivenValues
 from maniple.clock import clock
 from maniple.contracts import Array, Center, Outcome
-from maniple.errors import InvalidArgument, WaitedTooLong
+from maniple.errors import WaitedTooLong
 from maniple.memory.locks import ByteLocks
 from maniple.memory.segment import Segment
 from maniple.pace import RateLimit
 from maniple.peers.gossip_exchange import GossipExchange
 from maniple.peers.neighbors import Neighbors
 from maniple.peers.outer_exchange import OuterExchange
+from maniple.peers.remote_exchange import RemoteExchange
 from maniple.replica.context import TrainingContext
 from maniple.replica.sharing import Sharing
 from maniple.rules.gossip import Gossip, NoLoCo
@@ -43,10 +44,15 @@ class WithPeers(Sharing):
 
     _center: Center
     neighbors: Neighbors
+    _local: GossipExchange | OuterExchange
+    _peers: GossipExchange | OuterExchange | RemoteExchange
 
-    def __init__(self, center: Center, segment: Segment | None) -> None:
+    def __init__(self, center: Center, segment: Segment) -> None:
         super().__init__(center)
         self._segment = segment
+        self._set_paces()
+
+    def _set_paces(self) -> None:
         self._refresh_pace, self._publish_pace = RateLimit(_REFRESH_SHARE), RateLimit(_PUBLISH_SHARE)
         self._steps = 0  # since the pace was last due
         self._refused_step = 0  # the last one with values that were not finite
@@ -55,25 +61,21 @@ class WithPeers(Sharing):
     def attach(self, replica: "Replica", model: Adapter, context: TrainingContext) -> None:
         super().attach(replica, model, context)
         rule, environment, segment = self._rule, context.environment, self._segment
-        if segment is None:
-            raise InvalidArgument(
-                f"{rule!r} exchanges through shared memory, and worker {environment.rank} reaches its host over the "
-                "network. Start all workers on the host's machine, or choose a rule with a center: --rule easgd."
-            )
         number, rank = len(context.replicas), environment.rank
         self.neighbors = Neighbors(segment, number, self._layout, rule, rank=rank, seed=environment.seed)
         self._publishing = segment.path / "publish"
         if isinstance(rule, Gossip):
-            self._peers = GossipExchange(rule, model, self._layout, self.neighbors, rank=rank)
+            self._local = GossipExchange(rule, model, self._layout, self.neighbors, rank=rank)
         else:
             assert isinstance(rule, NoLoCo)
-            self._peers = OuterExchange(rule, model, self._layout, self.neighbors)
+            self._local = OuterExchange(rule, model, self._layout, self.neighbors)
+        self._peers = self._local
         self._attach_shared()
 
     def begin(self) -> None:
         """Start from the center, or from what an earlier process of this rank has published."""
         self._pull_center()
-        continues = self._peers.begin(self._context.environment.world)
+        continues = self._local.begin(self._context.environment.world)
         self.neighbors.look()
         if continues:
             self._context.events.write("continues", weight=self._peers.weight)
@@ -84,8 +86,7 @@ class WithPeers(Sharing):
         now = clock.monotonic()
         if self._context.host.is_over:
             return
-        if self.neighbors.look(now) and self.neighbors.is_first:
-            self._peers.adopt_shares()
+        self._look(now)
         self._steps += 1
         elapsed_s, is_sending = now - replica.start, False
         if replica.pace.due(self._steps, elapsed_s):
@@ -93,13 +94,25 @@ class WithPeers(Sharing):
         self._exchange(is_sending=is_sending)
         if replica.steps_since_exchange and self._refresh_pace.due(1, elapsed_s):
             self._commit()
-        if now >= self._next_publish and self._publish_pace.due(1, elapsed_s):
-            self._next_publish = now + _PUBLISH_EVERY_S
-            if self.neighbors.is_first:
-                self.publish()
+        self._publish_if_due(now, elapsed_s)
         if now >= self._next_row:
             self._next_row = now + _ROW_S
             self._write_row()
+
+    def _look(self, now: float) -> None:
+        """Find workers that have joined or left, if it is time."""
+        if self.neighbors.look(now) and self.neighbors.is_first:
+            self._local.adopt_shares()
+
+    def _publish_if_due(self, now: float, elapsed_s: float) -> None:
+        """Set the center to the mean of all, if it is time and this is the first worker."""
+        if now >= self._next_publish and self._publish_pace.due(1, elapsed_s):
+            self._next_publish = now + _PUBLISH_EVERY_S
+            self._publish_if_first()
+
+    def _publish_if_first(self) -> None:
+        if self.neighbors.is_first:
+            self.publish()
 
     def exchange(self) -> None:
         """Take what has come, and send a message or make an outer step now."""
@@ -176,8 +189,7 @@ class WithPeers(Sharing):
         """Publish this worker's last steps; the first worker also sets the center to the mean."""
         if not self._is_finished and not self._context.host.is_over:
             self._commit()
-            if self.neighbors.is_first:
-                self.publish()
+            self._publish_if_first()
 
     def publish_validated(self) -> bool:
         """Set the center to the mean, which may have changed a little since it was validated."""
@@ -248,7 +260,7 @@ class WithPeers(Sharing):
             return
         replica.is_exchanging = True
         try:
-            self._peers.leave(replica.steps, is_early=self._context.is_signalled)
+            self._local.leave(replica.steps, is_early=self._context.is_signalled)
         finally:
             replica.is_exchanging = False
         replica.count_exchange(0.0, self._layout.size_bytes)

@@ -18,7 +18,7 @@ from maniple.wire.frames import Stream
 from maniple.wire.messages import AuthChallenge, AuthResponse, Refusal, Welcome
 
 AUTH_TIMEOUT_S = 5.0  # ample for two round trips; a silent client must not occupy a connection for long
-ROLES = ("data", "control", "ask", "feed", "doctor", "watch")
+ROLES = ("data", "control", "ask", "feed", "peers", "doctor", "watch")
 _NONCE_BYTES = 32  # as long as the digest
 _MAX_RESPONSE_BYTES = 512
 

@@ -411,6 +411,52 @@ class CommandDone(Message, frozen=True, tag=75):
     text: str
 
 
+# Role "peers": the mailbox of a remote worker that exchanges with peers.
+
+
+class OpenMailbox(Message, frozen=True, tag=80):
+    """Sent by the worker: open my mailbox for the model of `center`. `rule` describes the rule and its settings."""
+
+    center: str
+    rule: str
+    is_back: bool = False  # I had opened it before, and the connection broke
+
+
+class MailboxOpened(Message, frozen=True, tag=81):
+    """Sent by the host: the mailbox includes your changes up to number `change`. Payload: the published values."""
+
+    change: int
+    step: int
+    weight: float
+    has_predecessor: bool  # an earlier process of this rank has published these values
+
+
+class ExchangeWithPeers(Message, frozen=True, tag=82):
+    """Sent by the worker: add change `number` to the published values, then take and send messages.
+
+    Payload: by how much training has changed the replica, encoded by `codec`.
+    """
+
+    number: int
+    step: int  # of this worker and its predecessors
+    codec: str
+    rule: str  # its settings may change during the run
+    is_sending: bool = False
+    is_last: bool = False  # the worker leaves
+    is_early: bool = False  # before it has finished training
+
+
+class ExchangedWithPeers(Message, frozen=True, tag=83):
+    """Sent by the host: it is done. Payload: by how much the exchanges have changed the values, encoded likewise."""
+
+    weight: float
+    sent: int
+    received: int
+    skipped: int
+    returned: int
+    staleness: float
+
+
 MESSAGE_TYPES = tuple(Message.__subclasses__())
 
 

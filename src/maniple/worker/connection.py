@@ -17,7 +17,7 @@ from maniple.center.gate_memory import agreement_on
 from maniple.center.tcp_client import TcpCenter, find_layout
 from maniple.clock import Deadline, clock
 from maniple.collectives.deadline import start_deadline_s
-from maniple.connection.link import Endpoint
+from maniple.connection.link import Endpoint, Link
 from maniple.connection.retry import retry_until
 from maniple.connection.training_link import TrainingLink
 from maniple.contracts import Center
@@ -68,6 +68,10 @@ class _Connection:
 
     def check_while_waiting(self, on_wait: Callable[[], None]) -> None:
         """Let the training thread call `on_wait` while it waits for a host that is away; it may raise to give up."""
+
+    def peer_link(self) -> Link:
+        """A new link for exchanges with peers through the host."""
+        return Link(self._endpoint, "peers", lineage=self.status.lineage)
 
     def _identity(self) -> tuple[int, int]:
         """This worker's rank and incarnation."""

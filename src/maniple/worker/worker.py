@@ -243,6 +243,7 @@ class Worker(CollectiveCalls):
             is_alone=self._environment.is_alone,
             open_collectives=lambda: self._open_collectives(adapter, rule),
             segment=None if self._connection is None else self._connection.segment,
+            peer_link=None if self._connection is None else self._connection.peer_link,
         )
         replica = Replica(adapter, sharing, rule=rule, pace=pace, context=self._context)
         if save_optimizer:  # before it begins: the state of current members is newer than a saved one
