@@ -2,8 +2,7 @@
 
     python examples/char_transformer.py                                   # alone, on the standard library's sources
     maniple run -n 2 examples/char_transformer.py --characters 2000000 --epochs 3
-    maniple run -n 2 --rule downpour --every 1 examples/char_transformer.py --text shakespeare.txt
-    maniple run -n 2 --rule diloco:every=20 --overlap examples/char_transformer.py --characters 1000000
+    maniple run -n 2 --rule diloco:every=20 --overlap examples/char_transformer.py --text shakespeare.txt
 
 The text is split into rows of --context characters; the last tenth of them is the test set. The result is in bits per
 character, next to the entropy of the character frequencies alone.
