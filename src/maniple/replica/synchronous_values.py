@@ -309,7 +309,12 @@ class SynchronousValues(Synchronous):
 
     @property
     def _publishes_last(self) -> bool:
-        """Replicas may differ: if several workers published theirs at once, the center would be a mixture of them."""
+        """With a copy of the center, all workers publish the same, and the first one may have left in the last round.
+
+        Else replicas may differ: if several workers published theirs at once, the center would be a mixture of them.
+        """
+        if "center" in self._rule.worker_vectors:
+            return True
         return self._collectives.rank == min(self._last.ranks or self._collectives.ranks)
 
     def _contribute_nothing(self) -> None:
