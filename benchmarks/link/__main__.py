@@ -10,7 +10,7 @@ machine a line with a rate each way and a round trip: `lan` 1 Gbit/s and 5 ms, `
 10 Mbit/s and 40 ms. Needs Linux, root, `ip` and `nsenter`.
 
 The task: a transformer of 4.9 million parameters predicts the next byte of --text, by default the sources of Python's
-standard library, which every machine has. Each worker has batches of its own, 4 rows of 64 bytes, and AdamW with one
+standard library, which every machine has. Each worker has its own batches, 4 rows of 64 bytes, and AdamW with one
 learning rate for all contestants. A step takes 0.1 s on one core, for gradients of 19.5 MB: 200 MB/s of gradients to
 communicate if each step shares them. A GPU computes much more for each byte that it shares with the same batch per
 parameter, and much more per second: GPT-2 of 124 million parameters makes 0.5 GB of gradients in 0.1 to 0.4 s.
@@ -18,7 +18,7 @@ parameter, and much more per second: GPT-2 of 124 million parameters makes 0.5 G
     one process     as many independent processes, bound to the cores as the workers are: the baseline of every ratio
     DDP, BSP        the gradients' mean at each step
     EASGD           asynchronous, every 10 steps; worker 0 shares the host's machine and memory, as with torchrun
-    LocalSGD, DiLoCo    every --every steps; overlap: while training goes on; int4: with 4 bits per value
+    LocalSGD, DiLoCo    every --every steps; overlap: while training continues; int4: with 4 bits per value
 
 Seconds to the loss: of the replicas' mean (EASGD: of the center) on a fixed set of validation rows, the median of three
 consecutive copies of the parameters, interpolated; they are evaluated afterwards. The clock starts when all workers are
